@@ -1,0 +1,1 @@
+"""What decides: requests, plans and policies. Imports neither torch nor transformers."""

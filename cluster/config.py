@@ -1,0 +1,292 @@
+"""YAML file and key=value settings -> one frozen tree that every process reads, plus what was derived and why."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from paceline.cluster.errors import ConfigError
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, and an unknown key is an error rather than a silent nothing."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+Seconds = Annotated[float, Field(gt=0, le=86400)]
+Threads = Annotated[int, Field(ge=1, le=256)]
+Cpus = Annotated[float, Field(gt=0, le=256)]
+
+
+class ModelConfig(Section):
+    """Which weights are served."""
+
+    name: str = "paceline-tiny"
+    """The name clients send as `model`."""
+    target: str = "tiny/target"
+    """Folder with config.json, tokenizer.json and safetensors; a relative path is looked up among the bundled models."""
+    draft: str = "tiny/draft"
+    """Same for the draft model. It must use the target's tokenizer."""
+
+
+class GatewayConfig(Section):
+    """The HTTP listener."""
+
+    host: str = "127.0.0.1"
+    """Interface to listen on. Loopback by default: keys are off there."""
+    port: Port = 8000
+    """0 picks a free port, printed at start."""
+    recovery_limit_s: Seconds = 120.0
+    """How long a stream waits with keep-alive comments for a worker to come back before it fails."""
+    keepalive_s: Seconds = 2.0
+    """Interval of those comments."""
+    max_body_bytes: Annotated[int, Field(ge=1024, le=1 << 28)] = 4 << 20
+    """Larger request bodies are refused with 413 before they are read."""
+    num_cpus: Cpus = 0.1
+    """Ray's share for placement, not a limit."""
+
+
+class RouterConfig(Section):
+    """Directory and routing policy."""
+
+    num_cpus: Cpus = 0.05
+
+
+class EngineConfig(Section):
+    """What prefill, decode and draft workers have in common."""
+
+    replicas: Annotated[int, Field(ge=0, le=1024)] = 1
+    threads: Threads = 1
+    """OpenMP threads. One for small models; waiting is passive, since spinning threads ruin their neighbours."""
+    num_cpus: Cpus = 0.25
+    """Ray's share for placement, not a limit."""
+    kv_memory_mb: Annotated[int, Field(ge=1, le=1 << 20)] = 96
+    """Memory of the paged KV pool; the number of blocks follows from it."""
+    max_streams: Annotated[int, Field(ge=1, le=4096)] = 64
+    """Streams in one step."""
+    token_budget: Annotated[int, Field(ge=16, le=65536)] = 256
+    """Tokens in one step: decode nodes first, prefill chunks fill the rest."""
+
+
+class PrefillConfig(EngineConfig):
+    """Workers that compute prompts."""
+
+
+class DecodeConfig(EngineConfig):
+    """Workers that generate."""
+
+
+class DraftConfig(EngineConfig):
+    """Workers that propose."""
+
+    kv_memory_mb: Annotated[int, Field(ge=1, le=1 << 20)] = 32
+
+
+class ControlConfig(Section):
+    """The operator's listener: /metrics and /admin/api."""
+
+    host: str = "127.0.0.1"
+    port: Port = 8001
+    num_cpus: Cpus = 0.05
+
+
+class SpeculationConfig(Section):
+    """How much is drafted. The text never depends on it."""
+
+    enabled: bool = True
+    depth: Annotated[int, Field(ge=1, le=16)] = 4
+    """Draft tokens in a row."""
+    width: Annotated[int, Field(ge=1, le=8)] = 2
+    """Alternatives at each node of the spine; they cost the draft nothing and the target one row each."""
+    max_wait_ms: Annotated[float, Field(ge=0, le=1000)] = 50.0
+    """Upper bound on waiting for a remote draft in one step. The wait follows the measured round trip; a draft
+    worker that misses is not waited for again until it answers in time."""
+
+
+class LinkConfig(Section):
+    """Connections between workers: frames and KV."""
+
+    interface: str = "127.0.0.1"
+    """Address all worker sockets bind to: frames, the link store and gloo's device. Never 0.0.0.0."""
+    timeout_s: Annotated[float, Field(ge=0.2, le=60)] = 3.0
+    """A KV message that takes longer poisons its link; the hand-off falls back to local prefill."""
+    lease_s: Annotated[float, Field(ge=0.2, le=600)] = 4.0
+    """A reservation without progress for this long is dropped and its blocks are freed."""
+    first_reserve_s: Annotated[float, Field(ge=0.2, le=600)] = 20.0
+    """How long a stream waits for its prefill worker to start before the decode worker computes the prompt."""
+    ping_s: Annotated[float, Field(ge=0.05, le=60)] = 1.0
+    dead_s: Annotated[float, Field(ge=0.2, le=600)] = 4.0
+    """A peer silent for this long is dead."""
+
+
+class KVConfig(Section):
+    """The paged pool and its transfer."""
+
+    block_size: Annotated[int, Field(ge=8, le=256)] = 16
+    """Tokens per block. 16 keeps waste small; larger blocks mean fewer table entries."""
+    min_remote_tokens: Annotated[int, Field(ge=1, le=1 << 20)] = 16
+    """Prompts with fewer tokens of KV to compute than this are computed by the decode worker itself."""
+
+
+class LimitsConfig(Section):
+    """What one request may ask for."""
+
+    max_context: Annotated[int, Field(ge=32, le=1 << 20)] = 2048
+    """Prompt and output together, in tokens; never more than the target's own limit."""
+    default_max_tokens: Annotated[int, Field(ge=1, le=1 << 20)] = 256
+    """`max_tokens` of a chat request that gives none. Completions default to 16, as OpenAI's do."""
+
+
+class ClusterConfig(Section):
+    """The whole cluster, one tree for a laptop, a `ray up` cluster and a Helm release."""
+
+    model: ModelConfig = ModelConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    router: RouterConfig = RouterConfig()
+    prefill: PrefillConfig = PrefillConfig()
+    decode: DecodeConfig = DecodeConfig()
+    draft: DraftConfig = DraftConfig()
+    control: ControlConfig = ControlConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
+    link: LinkConfig = LinkConfig()
+    kv: KVConfig = KVConfig()
+    limits: LimitsConfig = LimitsConfig()
+
+
+class Secrets(Section):
+    """Made at start, kept out of files that people share; travels only inside Ray's own arguments."""
+
+    link: bytes = Field(repr=False)
+    """Proves one worker to another and keys the KV digests."""
+
+    @classmethod
+    def create(cls) -> Secrets:
+        """Fresh random secrets, or the link secret from PACELINE_LINK_SECRET (hex) on a shared cluster."""
+        given = os.environ.get("PACELINE_LINK_SECRET", "")
+        try:
+            link = bytes.fromhex(given) if given else secrets.token_bytes(32)
+        except ValueError as error:
+            raise ConfigError("PACELINE_LINK_SECRET: expected hex digits, 64 of them") from error
+        if len(link) != 32:
+            raise ConfigError(f"PACELINE_LINK_SECRET: expected 64 hex digits, got {len(link) * 2}")
+        return cls(link=link)
+
+
+def load_config(source: str | Path | None, settings: Iterable[str] = ()) -> ClusterConfig:
+    """Read a preset name or YAML file and apply `a.b=value` settings.
+
+    Raises:
+        ConfigError: names the field, the value and the legal range.
+    """
+    tree: dict[str, Any] = {}
+    if source is not None:
+        path = find_config(source)
+        try:
+            loaded = yaml.safe_load(path.read_text())
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
+        if loaded is not None and not isinstance(loaded, dict):
+            raise ConfigError(f"{path}: expected sections such as `decode:`, got {type(loaded).__name__}")
+        tree = dict(loaded or {})
+    for setting in settings:
+        _apply(tree, setting)
+    try:
+        return ClusterConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(item) for item in error.errors())) from None
+
+
+def presets() -> dict[str, Path]:
+    """Names and files of the bundled presets."""
+    folder = Path(__file__).parent.parent / "deploy" / "presets"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def find_config(source: str | Path) -> Path:
+    """A preset's name or a path -> the file."""
+    known = presets()
+    if str(source) in known:
+        return known[str(source)]
+    path = Path(source)
+    if not path.is_file():
+        raise ConfigError(
+            f"config {str(source)!r}: no such file, and no preset of that name (there are: {', '.join(known)})"
+        )
+    return path
+
+
+def model_folder(name: str) -> Path:
+    """A model folder: a path, or the name of a bundled one such as `tiny/target`.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    bundled = Path(__file__).parent.parent / "deploy" / "models"
+    for folder in (Path(name), bundled / name):
+        if (folder / "config.json").is_file():
+            return folder.resolve()
+    raise ConfigError(
+        f"model folder {name!r}: no config.json there, nor among the bundled models in {bundled}"
+    )
+
+
+def _apply(tree: dict[str, Any], setting: str) -> None:
+    key, equals, text = setting.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set {setting!r}: expected section.field=value, for example decode.threads=2")
+    node = tree
+    *sections, leaf = key.strip().split(".")
+    for name in sections:
+        child = node.setdefault(name, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"--set {setting!r}: {name} is not a section")
+        node = child
+    try:
+        node[leaf] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {setting!r}: value cannot be read: {error}") from error
+
+
+def _explain(item: Mapping[str, Any]) -> str:
+    field = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        return f"{field}: unknown field; `paceline explain` lists all of them"
+    context = item.get("ctx") or {}
+    bounds = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+    legal = " and ".join(f"{sign} {context[name]}" for name, sign in bounds.items() if name in context)
+    return f"{field}={item['input']!r}: expected {legal or item['msg']}{_range(field)}"
+
+
+def _range(field: str) -> str:
+    """The full range of a field, from its declaration: an error should name both ends."""
+    section: type[BaseModel] = ClusterConfig
+    *path, leaf = field.split(".")
+    for name in path:
+        info = section.model_fields.get(name)
+        if (
+            info is None
+            or not isinstance(info.annotation, type)
+            or not issubclass(info.annotation, BaseModel)
+        ):
+            return ""
+        section = info.annotation
+    info = section.model_fields.get(leaf)
+    if info is None:
+        return ""
+    limits = {
+        name: getattr(item, name)
+        for item in info.metadata
+        for name in ("ge", "gt", "le", "lt")
+        if hasattr(item, name)
+    }
+    low = limits.get("ge", limits.get("gt"))
+    high = limits.get("le", limits.get("lt"))
+    return f" (legal: {low}..{high}, default {info.default})" if low is not None and high is not None else ""

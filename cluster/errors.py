@@ -1,0 +1,64 @@
+"""A failure -> one exception that names what went wrong, where, and what to do.
+
+    PacelineError
+    |- ConfigError            a configuration value is outside its legal range
+    |- RequestError           a client sent something we cannot serve (an HTTP 4xx)
+    |- ModelError             weights, tokenizer or model family cannot be used
+    |- WireError              a framed connection broke or its peer failed to prove itself
+    |- TransferError          KV did not arrive whole, from the right request and incarnation
+    |  `- LinkPoisoned        the process group of a link timed out and must be rebuilt
+    |- Unavailable            no worker of a needed role lives (an HTTP 503)
+    `- IntegrityError         a pool's books do not add up: a defect of ours
+
+Users catch `PacelineError`. `assert` is kept for what only we can break.
+"""
+
+from __future__ import annotations
+
+
+class PacelineError(Exception):
+    """Base of every error Paceline raises on purpose."""
+
+
+class ConfigError(PacelineError):
+    """A configuration value is outside its legal range; the message names field, value and range."""
+
+
+class RequestError(PacelineError):
+    """A request cannot be served as sent. Becomes an HTTP answer in OpenAI's error shape."""
+
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400
+    ) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+        self.status = status
+
+
+class ModelError(PacelineError):
+    """Weights, tokenizer or model family cannot be used; the message names the file and the reason."""
+
+
+class WireError(PacelineError):
+    """A framed connection broke, or its peer failed to prove that it knows the link secret."""
+
+
+class TransferError(PacelineError):
+    """A KV transfer was refused or broken off. Carries a short reason used as a metric label."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+
+
+class LinkPoisoned(TransferError):
+    """The two-rank process group of a link timed out or lost its peer; it is dropped, never reused."""
+
+
+class Unavailable(PacelineError):
+    """No worker of a role this request needs is alive, and waiting longer was not allowed."""
+
+
+class IntegrityError(PacelineError):
+    """The books of a pool do not add up. Raised by `check_integrity`, with the numbers."""

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible front of the cluster: HTTP in, text pieces out."""

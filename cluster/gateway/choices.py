@@ -1,0 +1,182 @@
+"""events of one or several streams -> batches of text pieces, up to stop strings and stop tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+from paceline.cluster.gateway.problems import StreamFailed
+from paceline.cluster.gateway.streams import StreamEvent, StreamReport, Streams
+from paceline.cluster.gateway.text import Detokenizer, StopStrings, Tokenizer
+from paceline.cluster.metrics import Metrics
+from paceline.cluster.types import Request
+
+
+@dataclass(slots=True)
+class Piece:
+    """New text of one choice; the last piece of a choice has a finish."""
+
+    choice: Choice
+    text: str
+    num_tokens: int
+    """Output tokens of the choice so far."""
+    finish: Literal["stop", "length"] | None = None
+
+
+class Choice:
+    """One stream on its way to the client: turns its tokens into text and decides where the text ends.
+
+    Tokens are read one by one, so text and token count do not depend on how they were grouped into events.
+    """
+
+    def __init__(
+        self, index: int, request: Request, tokenizer: Tokenizer, stops: Sequence[str], received: float
+    ) -> None:
+        self.index = index
+        self.request = request
+        self.report = StreamReport()
+        self.report.timeline.stamps["received"] = received
+        self.num_tokens = 0
+        self._stop_ids = frozenset(request.stop_ids)
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stops = StopStrings(stops)
+        self._finish: Literal["stop", "length"] | None = None
+        self._last_event = 0.0
+
+    async def pieces(self, streams: Streams, metrics: Metrics) -> AsyncGenerator[Piece | None, None]:
+        """Run the stream. None means: alive, but waiting for a worker.
+
+        Raises:
+            StreamFailed: the cluster gave up.
+        """
+        text = ""
+        async with _closing(streams.run(self.request, self.report)) as events:
+            async for event in events:
+                if event.is_waiting:
+                    yield None
+                    continue
+                if event.tokens:
+                    self._observe(metrics)
+                if self._finish is None:
+                    text += self._read(event)
+                if self._stops.is_matched and event.finish is None:
+                    break  # leaving the block closes the iterator: the cluster stops working on it
+                if self._finish is None and event.tokens:
+                    yield Piece(self, text, self.num_tokens)
+                    text = ""
+        if self._finish is None:
+            raise StreamFailed("the stream ended before it was finished")
+        self.report.timeline.stamp("done")
+        yield Piece(self, text, self.num_tokens, self._finish)
+
+    def _read(self, event: StreamEvent) -> str:
+        """The text that an event makes certain; sets the finish where the text ends."""
+        if event.finish == "error":
+            raise StreamFailed(event.error or "the stream failed")
+        text = ""
+        for token in event.tokens:
+            if self._finish is not None:
+                return text
+            self.num_tokens += 1
+            if token in self._stop_ids:
+                return text + self._end("stop")
+            text += self._stops.feed(self._detokenizer.feed(token))
+            if self._stops.is_matched:
+                self._finish = "stop"
+        if event.finish is not None and self._finish is None:
+            text += self._end("stop" if event.finish == "stop" else "length")
+        return text
+
+    def _end(self, finish: Literal["stop", "length"]) -> str:
+        """What was held back. A stop string in it counts: the text reads the same wherever the stream ended."""
+        rest = self._stops.feed(self._detokenizer.flush()) + self._stops.flush()
+        self._finish = "stop" if self._stops.is_matched else finish
+        return rest
+
+    def _observe(self, metrics: Metrics) -> None:
+        now = time.monotonic()
+        stamps = self.report.timeline.stamps
+        if "first_token" not in stamps:
+            stamps["first_token"] = now
+            metrics.ttft.observe(now - stamps["received"])
+        else:
+            metrics.inter_token.observe(now - self._last_event)
+        self._last_event = now
+
+
+@asynccontextmanager
+async def _closing(events: AsyncIterator[StreamEvent]) -> AsyncIterator[AsyncIterator[StreamEvent]]:
+    """Close an iterator that can be closed, whatever happens."""
+    try:
+        yield events
+    finally:
+        close = getattr(events, "aclose", None)
+        if close is not None:
+            await close()
+
+
+@dataclass(slots=True)
+class _Mailbox:
+    """Where all choices of a request put what they have; an exception ends the request."""
+
+    queue: asyncio.Queue[Piece | Exception | None] = field(default_factory=asyncio.Queue)
+    last_take: float = field(default_factory=time.monotonic)
+
+    async def fill(self, choice: Choice, streams: Streams, metrics: Metrics) -> None:
+        try:
+            async with aclosing(choice.pieces(streams, metrics)) as pieces:
+                async for piece in pieces:
+                    self.queue.put_nowait(piece)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the request has to hear of it
+            self.queue.put_nowait(error)
+
+    async def tick(self, keepalive_s: float) -> None:
+        """A None whenever nothing was taken for `keepalive_s`."""
+        while True:
+            quiet = time.monotonic() - self.last_take
+            if quiet >= keepalive_s:
+                self.queue.put_nowait(None)
+                quiet = 0.0
+            await asyncio.sleep(keepalive_s - quiet)
+
+    async def take(self) -> list[Piece]:
+        """Wait for something, then take all there is; nothing but Nones gives an empty list."""
+        items = [await self.queue.get()]
+        while not self.queue.empty():
+            items.append(self.queue.get_nowait())
+        self.last_take = time.monotonic()
+        pieces: list[Piece] = []
+        for item in items:
+            if isinstance(item, Piece):
+                pieces.append(item)
+            elif item is not None and not pieces:
+                raise item
+            elif item is not None:
+                self.queue.put_nowait(item)  # first what came before it
+        return pieces
+
+
+async def run_choices(
+    choices: Sequence[Choice], streams: Streams, metrics: Metrics, *, keepalive_s: float
+) -> AsyncGenerator[list[Piece], None]:
+    """Run all choices at once and give their pieces as they come; an empty list is a sign of life.
+
+    Closing this generator closes every stream. The first error does too, and is raised.
+    """
+    mailbox = _Mailbox()
+    tasks = [asyncio.create_task(mailbox.fill(choice, streams, metrics)) for choice in choices]
+    tasks.append(asyncio.create_task(mailbox.tick(keepalive_s)))
+    num_open = len(choices)
+    try:
+        while num_open:
+            pieces = await mailbox.take()
+            num_open -= sum(piece.finish is not None for piece in pieces)
+            yield pieces
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,246 @@
+"""finished and running choices -> the JSON of OpenAI's answers: whole, or chunk by chunk.
+
+Plain structs, not validated: they are made once a token, from values of our own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from paceline.cluster.gateway.streams import StreamReport
+from paceline.cluster.types import SOURCE_DRAFT, SOURCE_NAMES
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of all; an UNSET field is left out of the JSON."""
+
+
+class TokenDetails(Reply, frozen=True, kw_only=True):
+    """What became of the drafted tokens."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class Usage(Reply, frozen=True, kw_only=True):
+    """Tokens of one request. A prompt counts once, whatever n is."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    completion_tokens_details: TokenDetails | UnsetType = UNSET
+
+
+class Speculation(Reply, frozen=True, kw_only=True):
+    """How drafting went, over all choices."""
+
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_steps: int
+    acceptance_rate: float
+    mean_accepted_length: float
+    """Tokens emitted per step."""
+
+
+class RequestMetrics(Reply, frozen=True, kw_only=True):
+    """What served a request. With one choice worker fields are a name, with several a list in choice order."""
+
+    speculative_decoding: Speculation
+    prefill_worker: str | list[str]
+    decode_worker: str | list[str]
+    decode_workers: list[str]
+    draft_worker: str | list[str]
+    draft_version: str | list[str]
+    kv_source: list[str]
+    kv_bytes: int
+    tokens_by_source: dict[str, int]
+    recoveries: int
+    ttft_ms: float | None
+    total_ms: float | None
+
+
+class ChatMessage(Reply, frozen=True, kw_only=True):
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class ChatDelta(Reply, frozen=True, kw_only=True):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChoice(Reply, frozen=True, kw_only=True):
+    index: int
+    message: ChatMessage
+    logprobs: None = None
+    finish_reason: str | None
+
+
+class ChatChunkChoice(Reply, frozen=True, kw_only=True):
+    index: int
+    delta: ChatDelta
+    logprobs: None = None
+    finish_reason: str | None = None
+
+
+class TextChoice(Reply, frozen=True, kw_only=True):
+    index: int
+    text: str
+    logprobs: None = None
+    finish_reason: str | None = None
+
+
+class Answer(Reply, frozen=True, kw_only=True):
+    """The envelope that all four kinds of answers share."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: Sequence[ChatChoice | ChatChunkChoice | TextChoice]
+    usage: Usage | UnsetType | None = UNSET
+    metrics: RequestMetrics | UnsetType = UNSET
+
+
+class Model(Reply, frozen=True, kw_only=True):
+    id: str
+    created: int
+    max_model_len: int
+    object: str = "model"
+    owned_by: str = "paceline"
+
+
+class ModelList(Reply, frozen=True, kw_only=True):
+    data: list[Model]
+    object: str = "list"
+
+
+class Style(Protocol):
+    """What differs between chat and plain completions."""
+
+    @property
+    def prefix(self) -> str:
+        """Of the answer's id."""
+        ...
+
+    @property
+    def whole_object(self) -> str: ...
+
+    @property
+    def chunk_object(self) -> str: ...
+
+    def opening(self, index: int) -> ChatChunkChoice | TextChoice | None:
+        """The chunk before a choice's first text, if there is one."""
+        ...
+
+    def chunk(self, index: int, text: str, finish: str | None) -> list[ChatChunkChoice | TextChoice]:
+        """Chunks for new text and for the end of a choice."""
+        ...
+
+    def whole(self, index: int, text: str, finish: str) -> ChatChoice | TextChoice: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChatStyle:
+    """A role chunk, content chunks, a chunk with the finish reason only."""
+
+    prefix: str = "chatcmpl-"
+    whole_object: str = "chat.completion"
+    chunk_object: str = "chat.completion.chunk"
+
+    def opening(self, index: int) -> ChatChunkChoice:
+        return ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))
+
+    def chunk(self, index: int, text: str, finish: str | None) -> list[ChatChunkChoice | TextChoice]:
+        chunks: list[ChatChunkChoice | TextChoice] = []
+        if text:
+            chunks.append(ChatChunkChoice(index=index, delta=ChatDelta(content=text)))
+        if finish is not None:
+            chunks.append(ChatChunkChoice(index=index, delta=ChatDelta(), finish_reason=finish))
+        return chunks
+
+    def whole(self, index: int, text: str, finish: str) -> ChatChoice:
+        return ChatChoice(index=index, message=ChatMessage(content=text), finish_reason=finish)
+
+
+@dataclass(frozen=True, slots=True)
+class TextStyle:
+    """Text chunks, the last with the finish reason."""
+
+    prefix: str = "cmpl-"
+    whole_object: str = "text_completion"
+    chunk_object: str = "text_completion"
+
+    def opening(self, index: int) -> None:
+        return None
+
+    def chunk(self, index: int, text: str, finish: str | None) -> list[ChatChunkChoice | TextChoice]:
+        return (
+            [TextChoice(index=index, text=text, finish_reason=finish)] if text or finish is not None else []
+        )
+
+    def whole(self, index: int, text: str, finish: str) -> TextChoice:
+        return TextChoice(index=index, text=text, finish_reason=finish)
+
+
+def usage(num_prompt: int, num_completion: int, reports: Sequence[StreamReport] = ()) -> Usage:
+    """Token counts; with the reports of all choices also what became of drafted tokens."""
+    details: TokenDetails | UnsetType = UNSET
+    if reports:
+        accepted = _accepted(reports)
+        rejected = max(0, sum(report.num_drafted for report in reports) - accepted)
+        details = TokenDetails(accepted_prediction_tokens=accepted, rejected_prediction_tokens=rejected)
+    return Usage(
+        prompt_tokens=num_prompt,
+        completion_tokens=num_completion,
+        total_tokens=num_prompt + num_completion,
+        completion_tokens_details=details,
+    )
+
+
+def metrics(reports: Sequence[StreamReport]) -> RequestMetrics:
+    """Sums and lists over the choices of one request."""
+    by_source = {
+        name: sum(report.tokens_by_source.get(name, 0) for report in reports) for name in SOURCE_NAMES
+    }
+    drafted, accepted = sum(report.num_drafted for report in reports), _accepted(reports)
+    steps = sum(report.num_steps for report in reports)
+    return RequestMetrics(
+        speculative_decoding=Speculation(
+            num_draft_tokens=drafted,
+            num_accepted_tokens=accepted,
+            num_steps=steps,
+            acceptance_rate=accepted / drafted if drafted else 0.0,
+            mean_accepted_length=sum(by_source.values()) / steps if steps else 0.0,
+        ),
+        prefill_worker=_one_or_all([report.prefill_worker for report in reports]),
+        decode_worker=_one_or_all([(report.decode_workers or [""])[-1] for report in reports]),
+        decode_workers=[name for report in reports for name in report.decode_workers],
+        draft_worker=_one_or_all([report.draft_worker for report in reports]),
+        draft_version=_one_or_all([report.draft_version for report in reports]),
+        kv_source=[source for report in reports for source in report.kv_sources],
+        kv_bytes=sum(report.kv_bytes for report in reports),
+        tokens_by_source=by_source,
+        recoveries=sum(report.num_recoveries for report in reports),
+        ttft_ms=min(_milliseconds(reports, "first_token"), default=None),
+        total_ms=max(_milliseconds(reports, "done"), default=None),
+    )
+
+
+def _accepted(reports: Sequence[StreamReport]) -> int:
+    return sum(report.tokens_by_source.get(SOURCE_NAMES[SOURCE_DRAFT], 0) for report in reports)
+
+
+def _one_or_all(names: list[str]) -> str | list[str]:
+    return names[0] if len(names) == 1 else names
+
+
+def _milliseconds(reports: Sequence[StreamReport], end: str) -> list[float]:
+    found = (report.timeline.seconds("received", end) for report in reports)
+    return [round(seconds * 1000, 3) for seconds in found if seconds is not None]

@@ -1,0 +1,282 @@
+"""JSON body of a POST -> validated ChatRequest or CompletionRequest, or a RequestError that names field, value and range.
+
+Each field's description is its legal range: it completes the sentence `field=value: expected ...`.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from paceline.cluster.errors import RequestError
+from paceline.cluster.types import Sampling
+
+MAX_CHOICES = 8
+MAX_PROMPTS = 64
+MAX_MESSAGES = 1024
+MAX_STOPS = 4
+MAX_STOP_LEN = 256
+MAX_TOKENS = 1 << 20
+
+Int = Annotated[int, Strict()]
+Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+Flag = Annotated[bool, Strict()]
+Text = Annotated[str, Strict()]
+TokenId = Annotated[int, Strict(), Field(ge=0, lt=1 << 31)]
+Prompt = str | list[int]
+"""What a client sent as one prompt: text, or token ids."""
+
+Model = TypeVar("Model", bound="Body")
+
+
+class Body(BaseModel):
+    """Base of all: unknown fields are ignored (clients add new ones), and null means "not given"."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        return (
+            {key: value for key, value in data.items() if value is not None}
+            if isinstance(data, dict)
+            else data
+        )
+
+
+class TextPart(Body):
+    """One part of a message's content."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class ChatMessage(Body):
+    """One turn of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | list[TextPart]
+
+    def flat(self) -> dict[str, str]:
+        """As chat templates read it."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": self.role, "content": text}
+
+
+class StreamOptions(Body):
+    """What a streaming answer carries besides text."""
+
+    include_usage: Flag = False
+    continuous_usage_stats: Flag = False
+
+
+class GenerationRequest(Body):
+    """What chat and plain completions have in common."""
+
+    model: Text = Field("", description="the id of a served model")
+    n: Int = Field(1, ge=1, le=MAX_CHOICES, description=f"a whole number from 1 to {MAX_CHOICES}")
+    seed: Int | None = Field(
+        None,
+        ge=-(1 << 63),
+        lt=1 << 63,
+        description="a whole number from -9223372036854775808 to 9223372036854775807",
+    )
+    temperature: Number = Field(1.0, ge=0, le=2, description="a number from 0 to 2")
+    top_p: Number = Field(1.0, gt=0, le=1, description="a number above 0, up to 1")
+    top_k: Int = Field(
+        0, ge=-1, le=1 << 20, description="a whole number from 1 to 1048576, or 0 or -1 to keep all"
+    )
+    min_p: Number = Field(0.0, ge=0, le=1, description="a number from 0 to 1")
+    max_tokens: Int | None = Field(None, ge=1, le=MAX_TOKENS, description="a whole number from 1 to 1048576")
+    max_completion_tokens: Int | None = Field(
+        None, ge=1, le=MAX_TOKENS, description="a whole number from 1 to 1048576"
+    )
+    stop: list[Annotated[str, Strict(), Field(min_length=1, max_length=MAX_STOP_LEN)]] = Field(
+        default_factory=list,
+        max_length=MAX_STOPS,
+        description=f"a string or up to {MAX_STOPS} strings, each of 1 to {MAX_STOP_LEN} characters",
+    )
+    stop_token_ids: list[TokenId] = Field(
+        default_factory=list, max_length=64, description="a list of up to 64 token ids"
+    )
+    ignore_eos: Flag = Field(False, description="true or false")
+    stream: Flag = Field(False, description="true or false")
+    stream_options: StreamOptions = Field(
+        StreamOptions(),
+        description="an object with include_usage and continuous_usage_stats, each true or false",
+    )
+    speculation: Flag = Field(True, description="true or false; the text does not depend on it")
+    user: Text = Field("", description="a string")
+    store: Flag = Field(False, description="true or false")
+    metadata: dict[str, Any] = Field(default_factory=dict, description="an object")
+
+    # Fields of the API that this server does not serve yet: a value that changes nothing passes.
+    unsupported: ClassVar[dict[str, Callable[[Any], bool]]] = {
+        "response_format": lambda value: isinstance(value, dict) and value.get("type") == "text",
+        "tools": lambda value: value == [],
+        "functions": lambda value: value == [],
+        "tool_choice": lambda value: value in ("none", "auto"),
+        "function_call": lambda value: value in ("none", "auto"),
+        "logprobs": lambda value: value is False,
+        "top_logprobs": lambda value: value == 0,
+        "prompt_logprobs": lambda value: value is False,
+        "logit_bias": lambda value: value == {},
+        "frequency_penalty": lambda value: value == 0,
+        "presence_penalty": lambda value: value == 0,
+        "repetition_penalty": lambda value: value == 1,
+        "min_tokens": lambda value: value == 0,
+        "echo": lambda value: value is False,
+        "prediction": lambda value: False,
+        "suffix": lambda value: value == "",
+    }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        """Better a clear 400 than an answer that ignores what was asked."""
+        if not isinstance(data, dict):
+            return data
+        for name, is_harmless in cls.unsupported.items():
+            if data.get(name) is not None and not is_harmless(data[name]):
+                message = f"{name}={_short(data[name])}: not supported by this server; leave it out"
+                raise RequestError(message, param=name, code="unsupported_parameter")
+        best_of, n = data.get("best_of"), data.get("n")
+        if best_of is not None and best_of != (1 if n is None else n):
+            message = f"best_of={_short(best_of)}: only best_of equal to n is supported; leave it out"
+            raise RequestError(message, param="best_of", code="unsupported_parameter")
+        return data
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_stop(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @property
+    def token_limit(self) -> int | None:
+        """Output tokens asked for; the newer name wins."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def sampling(self, seed: int, prompt_index: int, choice: int) -> Sampling:
+        """How one choice of one prompt is drawn; a negative seed is read as its 64 bits."""
+        return Sampling(
+            seed=seed % (1 << 64),
+            temperature=self.temperature,
+            top_k=max(self.top_k, 0),
+            top_p=self.top_p,
+            min_p=self.min_p,
+            choice=choice,
+            prompt_index=prompt_index,
+        )
+
+    def chosen_seed(self) -> int:
+        """The client's seed, or a fresh one that the client can send back: at most 2**63 - 1."""
+        return secrets.randbits(63) if self.seed is None else self.seed
+
+
+class ChatRequest(GenerationRequest):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(
+        min_length=1,
+        max_length=MAX_MESSAGES,
+        description=f"1 to {MAX_MESSAGES} messages with a role (system, developer, user or assistant) and text content",
+    )
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions."""
+
+    prompt: Any = Field(
+        description=f"a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of these",
+        json_schema_extra={"anyOf": [{"type": "string"}, {"type": "array"}]},
+    )
+
+    @field_validator("prompt")
+    @classmethod
+    def _known_shape(cls, value: Any) -> list[Prompt]:
+        """Any of the four shapes -> a list of prompts. By hand: a union would try each shape on each token id."""
+        if isinstance(value, str) or (isinstance(value, list) and value and _are_token_ids(value)):
+            return [value]
+        if isinstance(value, list) and 1 <= len(value) <= MAX_PROMPTS and all(map(_is_prompt, value)):
+            return value
+        raise PydanticCustomError("prompt", "unknown shape")
+
+    @model_validator(mode="after")
+    def _bounded(self) -> CompletionRequest:
+        if self.n * len(self.prompt) > MAX_PROMPTS:
+            message = f"n={self.n} with {len(self.prompt)} prompts: expected at most {MAX_PROMPTS} choices in one request"
+            raise RequestError(message, param="n")
+        return self
+
+
+def _is_prompt(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and _are_token_ids(value))
+
+
+def _are_token_ids(value: list[Any]) -> bool:
+    return all(type(item) is int for item in value) and (
+        not value or (min(value) >= 0 and max(value) < 1 << 31)
+    )
+
+
+# --- bytes -> model -------------------------------------------------------------------------------------
+
+
+def parse(kind: type[Model], body: bytes) -> Model:
+    """Read and validate a request body.
+
+    Raises:
+        RequestError: not JSON, or a field is missing, of the wrong type or outside its range.
+    """
+    try:
+        tree = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(tree, dict):
+        raise RequestError(f"the body must be a JSON object, got {_short(tree)}", code="invalid_json")
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        raise _explain(kind, error.errors(include_url=False)[0]) from None
+
+
+def _explain(kind: type[Body], item: Mapping[str, Any]) -> RequestError:
+    """The first complaint of pydantic -> our sentence."""
+    top = str(item["loc"][0]) if item["loc"] else ""
+    info = kind.model_fields.get(top)
+    expected = (info.description if info else None) or item["msg"]
+    if item["type"] == "missing" and len(item["loc"]) == 1:
+        return RequestError(
+            f"{top}: missing; expected {expected}", param=top, code="missing_required_parameter"
+        )
+    code = "invalid_type" if item["type"].endswith("_type") else "invalid_value"
+    return RequestError(
+        f"{_path(item['loc'])}={_short(item['input'])}: expected {expected}", param=top, code=code
+    )
+
+
+def _path(loc: tuple[Any, ...]) -> str:
+    """("messages", 0, "content", "str") -> messages[0].content, without pydantic's names for union members."""
+    text = ""
+    for part in loc:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "int"):
+            text += f".{part}" if text else part
+    return text
+
+
+def _short(value: Any) -> str:
+    """A value in an error message: as JSON writes it, and never long."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, (list, dict)) and len(value) > 16:
+        return f"<{len(value)} items>"
+    text = msgspec.json.encode(value[:80] if isinstance(value, str) else value).decode()
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,83 @@
+"""Counts and durations of one process -> Prometheus text; many processes' text -> one merged exposition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+class Metrics:
+    """Every figure a Paceline process can report. A process touches those of its role only."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = self._counter(
+            "requests_total", "HTTP requests by route and status.", "route", "status"
+        )
+        self.ttft = self._histogram("ttft_seconds", "Request received to first token sent.")
+        self.inter_token = self._histogram(
+            "inter_token_seconds", "Time between two token events of a stream."
+        )
+        self.recoveries = self._counter(
+            "stream_recoveries_total", "Streams moved to another attempt.", "reason"
+        )
+        self.steps = self._counter("engine_steps_total", "Engine steps.")
+        self.step_seconds = self._histogram("engine_step_seconds", "Duration of one engine step.")
+        self.tokens = self._counter("tokens_total", "Emitted tokens by source.", "source")
+        self.drafted = self._counter("drafted_tokens_total", "Draft nodes that the target verified.")
+        self.preemptions = self._counter("preemptions_total", "Streams that gave up their KV blocks.")
+        self.draft_replies = self._counter("draft_replies_total", "Draft replies by outcome.", "outcome")
+        self.kv_prompts = self._counter(
+            "kv_prompts_total", 'Prompts by the way their KV came: "link", or "local:<reason>".', "source"
+        )
+        self.kv_bytes = self._counter("kv_bytes_total", "KV bytes by direction.", "direction")
+        self.kv_drops = self._counter("kv_handoffs_dropped_total", "Hand-offs dropped, by reason.", "reason")
+        self.kv_refused = self._counter(
+            "kv_messages_refused_total", "KV messages refused, by reason.", "reason"
+        )
+        self.kv_links = self._counter("kv_links_total", "Links by event.", "event")
+        self.handoff_seconds = self._histogram("kv_handoff_seconds", "Reservation to commit of one hand-off.")
+        self.blocks = Gauge("paceline_kv_blocks", "KV blocks by state.", ["state"], registry=self.registry)
+        self.streams = Gauge("paceline_streams", "Streams in this worker.", registry=self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"paceline_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(f"paceline_{name}", text, buckets=_SECONDS, registry=self.registry)
+
+    def text(self) -> bytes:
+        """Prometheus text format 0.0.4."""
+        return generate_latest(self.registry)
+
+
+class Merged(Collector):
+    """Texts of many workers as one collector: each sample gains `role` and `worker` labels."""
+
+    def __init__(self, texts: Mapping[tuple[str, str], bytes]) -> None:
+        self._texts = texts
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        for (role, worker), text in sorted(self._texts.items()):
+            for family in text_string_to_metric_families(text.decode()):
+                merged = families.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
+                for sample in family.samples:
+                    labels = {**sample.labels, "role": role, "worker": worker}
+                    merged.add_sample(sample.name, labels, sample.value)
+        return families.values()
+
+
+def merge(texts: Mapping[tuple[str, str], bytes]) -> bytes:
+    """(role, worker) -> text, merged into one text."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Merged(texts))
+    return generate_latest(registry)

@@ -1,0 +1,123 @@
+"""Proposed tokens -> draft trees as flat numpy arrays, and how long to wait for them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.cluster.types import SOURCE_DRAFT, SOURCE_TARGET
+
+IntArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Nodes of one stream's step. Node 0 is the root: the pending token, decided but not yet in the KV pool.
+
+    tokens, parents, depths: int32 [N]; parents[0] = -1 and parents[i] < i. sources: uint8 [N].
+    A plain decode step is the tree with a root and nothing else.
+    """
+
+    tokens: IntArray
+    parents: IntArray
+    depths: IntArray
+    sources: npt.NDArray[np.uint8]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_drafted(self) -> int:
+        return len(self.tokens) - 1
+
+    @classmethod
+    def root_only(cls, token: int) -> Tree:
+        """The tree of a plain decode step."""
+        return cls.build(token, (), ())
+
+    @classmethod
+    def build(
+        cls, root: int, tokens: Sequence[int], parents: Sequence[int], source: int = SOURCE_DRAFT
+    ) -> Tree:
+        """A root and proposals whose `parents` count from -1 (the root), as drafts travel."""
+        num = len(tokens)
+        all_parents = np.empty(num + 1, np.int32)
+        all_parents[0] = -1
+        all_parents[1:] = np.asarray(parents, np.int32) + 1
+        depths = np.zeros(num + 1, np.int32)
+        for node in range(1, num + 1):
+            depths[node] = depths[all_parents[node]] + 1
+        sources = np.full(num + 1, source, np.uint8)
+        sources[0] = SOURCE_TARGET
+        return cls(np.asarray([root, *tokens], np.int32), all_parents, depths, sources)
+
+    def trimmed(self, max_nodes: int, max_depth: int) -> Tree:
+        """Without nodes past a depth or a count. Parents precede children, so a prefix is always a tree."""
+        keep = np.flatnonzero(self.depths <= max_depth)[: max(1, max_nodes)]
+        if len(keep) == len(self.tokens):
+            return self
+        # Dropping by depth keeps ancestors, but moves indices: renumber the parents.
+        where = np.full(len(self.tokens) + 1, -1, np.int32)
+        where[keep] = np.arange(len(keep), dtype=np.int32)
+        return Tree(self.tokens[keep], where[self.parents[keep]], self.depths[keep], self.sources[keep])
+
+    def ancestor_mask(self) -> npt.NDArray[np.bool_]:
+        """bool [N, N]: row i may attend to column j (j is i or an ancestor of i)."""
+        num = len(self.tokens)
+        mask = np.zeros((num, num), np.bool_)
+        for node in range(num):
+            if self.parents[node] >= 0:
+                mask[node] = mask[self.parents[node]]
+            mask[node, node] = True
+        return mask
+
+
+def is_tree(tokens: Sequence[int], parents: Sequence[int], vocab_size: int) -> bool:
+    """Whether what came over a connection is a topological tree of known tokens (a draft worker may be wrong)."""
+    return len(tokens) == len(parents) and all(
+        -1 <= parent < node and 0 <= token < vocab_size
+        for node, (token, parent) in enumerate(zip(tokens, parents, strict=True))
+    )
+
+
+def prefix_hash(token_ids: Sequence[int] | IntArray) -> int:
+    """64-bit hash of the last 64 tokens: enough to tell that two sides disagree about a stream, cheap per step."""
+    tail = np.asarray(token_ids[-64:], np.int32)
+    return int.from_bytes(hashlib.blake2b(tail.tobytes(), digest_size=8).digest(), "big") >> 1
+
+
+class DraftPatience:
+    """Round trips of a draft worker -> how long the next step may wait for it.
+
+    A worker that answers in time is waited for up to twice its smoothed round trip. One that misses is waited for
+    in the 2nd, 4th, 8th ... step after the miss only, so a hung worker costs a vanishing share of the steps, and one
+    that comes back is trusted again at its first timely answer.
+    """
+
+    def __init__(self, max_wait_s: float) -> None:
+        self._max_wait_s = max_wait_s
+        self._smoothed_s = max_wait_s / 2
+        self._skip = 0
+        self._next_skip = 1
+
+    def wait_s(self) -> float:
+        """Seconds the coming step may wait; 0 while the worker is out of favour."""
+        if self._skip > 0:
+            self._skip -= 1
+            return 0.0
+        return min(self._max_wait_s, 2.0 * self._smoothed_s + 1e-3)
+
+    def answered(self, round_trip_s: float) -> None:
+        """A reply arrived in time."""
+        self._smoothed_s += 0.2 * (round_trip_s - self._smoothed_s)
+        self._next_skip = 1
+        self._skip = 0
+
+    def missed(self) -> None:
+        """The deadline passed without a reply."""
+        self._skip = self._next_skip
+        self._next_skip = min(1024, self._next_skip * 2)

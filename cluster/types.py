@@ -1,0 +1,368 @@
+"""request -> assignment -> KV hand-off -> drafts -> tokens: every struct that crosses a process.
+
+All of it travels as typed msgpack frames (`paceline.cluster.wire`). Positions are absolute: position t of a
+stream is index t of `prompt_ids + output`. An *epoch* counts the attempts at one request: whatever carries an
+older epoch than the receiver knows is refused. An *incarnation* names one life of a worker process.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Role = Literal["gateway", "router", "prefill", "decode", "draft", "control"]
+State = Literal["starting", "ready", "draining"]
+FinishReason = Literal["stop", "length", "error"]
+
+SOURCE_TARGET = 0
+"""The token was computed by the target at a node whose children missed (or that had none)."""
+SOURCE_DRAFT = 1
+"""The token was proposed by a draft model and accepted."""
+SOURCE_NAMES = ("target", "draft")
+
+
+class Struct(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Base of all messages: immutable, tagged by class name, fields in order (small frames)."""
+
+
+# --- a request ------------------------------------------------------------------------------------------
+
+
+class Sampling(Struct, frozen=True):
+    """How one stream's tokens are drawn. With the prompt and the target it fixes the text completely."""
+
+    seed: int
+    """Unsigned 64 bit; given by the client or drawn once at the gateway and kept for life."""
+    temperature: float = 1.0
+    """0 is plain argmax."""
+    top_k: int = 0
+    """0 keeps all."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    choice: int = 0
+    """Index among the `n` choices of a prompt; part of the noise key."""
+    prompt_index: int = 0
+    """Index among the prompts of one HTTP request; part of the noise key."""
+
+
+class Request(Struct, frozen=True):
+    """One stream to generate."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    max_tokens: int
+    stop_ids: tuple[int, ...] = ()
+    """Tokens that end the stream; they are emitted, the gateway leaves them out of the text."""
+    speculate: bool = True
+
+
+# --- directory ------------------------------------------------------------------------------------------
+
+
+class WorkerInfo(Struct, frozen=True):
+    """What the directory knows of one worker process."""
+
+    worker_id: str
+    role: Role
+    incarnation: int
+    host: str
+    port: int
+    pid: int
+    node: str
+    state: State = "starting"
+    version: str = ""
+    """Content hash (12 hex digits) of the weights it serves."""
+    kv_blocks_used: int = 0
+    kv_blocks_free: int = 0
+    num_streams: int = 0
+
+
+class Register(Struct, frozen=True):
+    """worker -> router, on connect and each second: here I am, this is my state."""
+
+    worker: WorkerInfo
+
+
+class Directory(Struct, frozen=True):
+    """router -> everyone, on every change of membership or state and each second."""
+
+    revision: int
+    workers: tuple[WorkerInfo, ...]
+
+
+class Route(Struct, frozen=True):
+    """gateway -> router: who should serve this stream? `avoid` lists incarnations that just failed it."""
+
+    request_id: str
+    epoch: int
+    num_tokens: int
+    speculate: bool
+    avoid: tuple[int, ...] = ()
+
+
+class Assignment(Struct, frozen=True):
+    """router -> gateway. `prefill` None means the decode worker computes the prompt itself."""
+
+    request_id: str
+    epoch: int
+    decode: WorkerInfo | None
+    prefill: WorkerInfo | None = None
+    draft: WorkerInfo | None = None
+    reason: str = ""
+
+
+# --- gateway <-> workers --------------------------------------------------------------------------------
+
+
+class Generate(Struct, frozen=True):
+    """gateway -> decode: run this stream. `resumed` are output tokens an earlier attempt already emitted."""
+
+    request: Request
+    epoch: int
+    resumed: tuple[int, ...] = ()
+    prefill: WorkerInfo | None = None
+    draft: WorkerInfo | None = None
+
+
+class Prefill(Struct, frozen=True):
+    """gateway -> prefill: compute the KV of all but the last of these tokens and push it to `decode`."""
+
+    request_id: str
+    epoch: int
+    token_ids: tuple[int, ...]
+    decode: WorkerInfo
+
+
+class PrefillLost(Struct, frozen=True):
+    """gateway -> decode: the prefill worker of this attempt is gone; compute the prompt yourself."""
+
+    request_id: str
+    epoch: int
+
+
+class Cancel(Struct, frozen=True):
+    """gateway -> decode, prefill: nobody waits for this attempt any more."""
+
+    request_id: str
+    epoch: int
+
+
+class Delta(Struct, frozen=True):
+    """New tokens of one stream. `start` is the output position of the first; sources align with tokens."""
+
+    request_id: str
+    epoch: int
+    start: int
+    tokens: tuple[int, ...]
+    sources: bytes
+    num_drafted: int = 0
+    finish: FinishReason | None = None
+    kv_source: str = ""
+    """How the prompt's KV came to be: "link", or "local:<reason>". Set in the first delta of an attempt."""
+    kv_bytes: int = 0
+    draft_version: str = ""
+    error: str = ""
+
+
+class Deltas(Struct, frozen=True):
+    """decode -> gateway: one frame per step for all streams of that gateway."""
+
+    items: tuple[Delta, ...]
+
+
+# --- prefill <-> decode: reserve, stream, commit --------------------------------------------------------
+
+
+class KVLayout(Struct, frozen=True):
+    """What both ends must agree on before a byte moves."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    model_version: str
+
+
+class Reserve(Struct, frozen=True):
+    """prefill -> decode, just before computing: make room for this many tokens."""
+
+    request_id: str
+    epoch: int
+    sender: str
+    sender_incarnation: int
+    num_tokens: int
+    layout: KVLayout
+
+
+class Grant(Struct, frozen=True):
+    """decode -> prefill: room is made; connect the link named here if it is not up yet."""
+
+    request_id: str
+    epoch: int
+    link_key: str
+    store_host: str
+    store_port: int
+
+
+class Refuse(Struct, frozen=True):
+    """decode -> prefill: not now (`retry_after_s` > 0) or not at all (0), and why."""
+
+    request_id: str
+    epoch: int
+    reason: str
+    retry_after_s: float = 0.0
+
+
+class KVReady(Struct, frozen=True):
+    """prefill -> decode: message `seq` of link `link_key` can be received: one layer of one chunk."""
+
+    request_id: str
+    epoch: int
+    link_key: str
+    seq: int
+    layer: int
+    start: int
+    num_tokens: int
+    digest: bytes
+    """Keyed BLAKE2b-128 over request, epoch, layer, range and the bytes in the source pool."""
+
+
+class Credit(Struct, frozen=True):
+    """decode -> prefill: the receive of message `seq` is posted, send it; or (`accept` False) forget it."""
+
+    link_key: str
+    seq: int
+    accept: bool = True
+
+
+class Commit(Struct, frozen=True):
+    """prefill -> decode: all messages of this hand-off were announced."""
+
+    request_id: str
+    epoch: int
+    sender_incarnation: int
+    num_tokens: int
+    num_messages: int
+
+
+class CommitAck(Struct, frozen=True):
+    """decode -> prefill: every digest held (`ok`), or the hand-off was dropped and why."""
+
+    request_id: str
+    epoch: int
+    ok: bool
+    reason: str = ""
+
+
+class Abort(Struct, frozen=True):
+    """Either way: this hand-off is over; `reason` is a short metric label."""
+
+    request_id: str
+    epoch: int
+    reason: str
+
+
+# --- decode <-> draft -----------------------------------------------------------------------------------
+
+
+class DraftOpen(Struct, frozen=True):
+    """Start, or restart after a mismatch, drafting for a stream: all its tokens and how they are drawn."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    sampling: Sampling
+    num_prompt: int
+
+
+class DraftAdvance(Struct, frozen=True):
+    """`token_ids` were committed behind position `base_len`; `prefix_hash` covers the tokens before them."""
+
+    request_id: str
+    base_len: int
+    prefix_hash: int
+    token_ids: tuple[int, ...]
+
+
+class DraftAsk(Struct, frozen=True):
+    """decode -> draft, one frame per step: what changed, and how much to propose behind the new ends."""
+
+    step: int
+    opens: tuple[DraftOpen, ...]
+    advances: tuple[DraftAdvance, ...]
+    closes: tuple[str, ...]
+    depth: int
+    width: int
+
+
+class DraftTree(Struct, frozen=True):
+    """Proposed nodes behind position `base_len` of a stream, topological, spine first.
+
+    `parents[i]` is -1 for a child of the pending token, else the index of a node before i.
+    """
+
+    request_id: str
+    base_len: int
+    prefix_hash: int
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    scores: tuple[float, ...]
+    """Draft probability of the node given its parent."""
+
+
+class Drafts(Struct, frozen=True):
+    """draft -> decode. `unknown` lists streams whose state was lost: they must be opened again."""
+
+    step: int
+    version: str
+    trees: tuple[DraftTree, ...]
+    unknown: tuple[str, ...] = ()
+
+
+# --- everyone -> control --------------------------------------------------------------------------------
+
+
+class Snapshot(Struct, frozen=True):
+    """worker -> control, each second: its directory entry and its metrics in Prometheus text format."""
+
+    worker: WorkerInfo
+    metrics: bytes
+
+
+# --- the connection itself ------------------------------------------------------------------------------
+
+
+class Hello(Struct, frozen=True):
+    """First frame, from the connecting side."""
+
+    protocol: int
+    worker_id: str
+    incarnation: int
+    nonce: bytes
+
+
+class Welcome(Struct, frozen=True):
+    """Answer: who listens, and proof that it knows the link secret."""
+
+    worker_id: str
+    incarnation: int
+    nonce: bytes
+    proof: bytes
+
+
+class Proof(Struct, frozen=True):
+    """Third frame: proof of the connecting side. Messages follow."""
+
+    proof: bytes
+
+
+class Ping(Struct, frozen=True):
+    """Sent when nothing else was; silence past the limit means the peer is dead."""
+
+
+Message = (
+    Register | Directory | Route | Assignment | Generate | Prefill | PrefillLost | Cancel | Deltas
+    | Reserve | Grant | Refuse | KVReady | Credit | Commit | CommitAck | Abort
+    | DraftAsk | Drafts | Snapshot | Hello | Welcome | Proof | Ping
+)  # fmt: skip

@@ -1,0 +1,1 @@
+"""What wires: configuration to a running cluster, and the command line."""

@@ -1,0 +1,59 @@
+"""ClusterConfig -> the Ray Serve application: which deployments there are and what each is made of.
+
+Serve places, heals and scales these replicas. It carries no tokens: each replica opens its own connections.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+
+from paceline.cluster.config import ClusterConfig, EngineConfig, Secrets
+from paceline.deploy import replicas
+
+APP_NAME = "paceline"
+
+
+def build_app(config: ClusterConfig, secrets: Secrets) -> Application:
+    """The whole graph. Workers find each other through the router's directory; Serve only tells them where it is."""
+    router = _deploy(replicas.RouterReplica, 1, config.router.num_cpus).bind(config, secrets)
+    control = _deploy(replicas.ControlReplica, 1, config.control.num_cpus).bind(config, secrets, router)
+    prefill = _engines(replicas.PrefillReplica, config.prefill).bind(config, secrets, router)
+    decode = _engines(replicas.DecodeReplica, config.decode).bind(config, secrets, router)
+    draft = _engines(replicas.DraftReplica, config.draft).bind(config, secrets, router)
+    gateway = _deploy(replicas.GatewayReplica, 1, config.gateway.num_cpus)
+    # The root deployment must hold the others for Serve to deploy them; it uses the router's handle only.
+    return gateway.bind(config, secrets, router, [control, prefill, decode, draft])
+
+
+def _engines(replica: type, engine: EngineConfig) -> Any:
+    return _deploy(replica, engine.replicas, engine.num_cpus, threads=engine.threads)
+
+
+def _deploy(replica: type, num_replicas: int, num_cpus: float, *, threads: int = 1) -> Any:
+    return serve.deployment(
+        name=replica.__name__.removesuffix("Replica").lower(),
+        num_replicas=num_replicas,
+        ray_actor_options={"num_cpus": num_cpus, "runtime_env": {"env_vars": _environment(threads)}},
+        # A killed replica must be seen and replaced at once, a busy one must not be taken for dead.
+        health_check_period_s=1.0,
+        health_check_timeout_s=30.0,
+        graceful_shutdown_timeout_s=25.0,
+        graceful_shutdown_wait_loop_s=0.1,
+    )(replica)
+
+
+def _environment(threads: int) -> dict[str, str]:
+    """Threads that wait must sleep: spinning OpenMP threads ruin whoever shares the core."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "GOMP_SPINCOUNT": "0",
+        "KMP_BLOCKTIME": "0",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }

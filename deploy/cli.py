@@ -1,0 +1,336 @@
+"""Command line -> a running cluster, its state, its measurements, its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from importlib.metadata import version as package_version
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import psutil
+import typer
+from pydantic import BaseModel
+from rich.console import Console
+from rich.table import Table
+
+from paceline.cluster.config import ClusterConfig, load_config, model_folder, presets
+from paceline.cluster.errors import ConfigError, PacelineError
+from paceline.deploy import local
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    help="Serve a large model at a small model's pace: exact speculation on a Ray cluster.",
+    pretty_exceptions_enable=False,
+)
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+Name = Annotated[str, typer.Option(help="Name of the local cluster; several can run side by side.")]
+Settings = Annotated[list[str] | None, typer.Option("--set", help="section.field=value, repeatable.")]
+START_LIMIT_S = 240.0
+
+
+def main() -> None:
+    """Entry point: a user's mistake is one line on stderr and exit status 2."""
+    try:
+        app()
+    except PacelineError as error:
+        err.print(f"paceline: {error}", style="red", markup=False)
+        raise SystemExit(2) from None
+
+
+@app.command()
+def serve(
+    preset: Annotated[str | None, typer.Option(help="A bundled preset.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A YAML file with the same sections as a preset.")
+    ] = None,
+    settings: Settings = None,
+    port: Annotated[
+        int | None, typer.Option(help="Short for --set gateway.port=N; 0 takes a free one.")
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Return when ready; end with `paceline stop`.")
+    ] = False,
+    name: Name = "local",
+) -> None:
+    """Start a whole cluster on this machine and say when it is ready."""
+    if preset is not None and config is not None:
+        raise ConfigError("--preset and --config: give one of them")
+    extra = [] if port is None else [f"gateway.port={port}"]
+    resolved = _with_free_ports(load_config(config or preset or "laptop", [*(settings or []), *extra]))
+    model_folder(resolved.model.target), model_folder(resolved.model.draft)
+    folder = local.run_folder(name)
+    running = local.read_state(folder)
+    if running is not None and local.processes_of(running["run_id"]):
+        raise ConfigError(
+            f"cluster {name!r} is running; `paceline stop{_suffix(name)}` ends it, --name starts another"
+        )
+    _print_plan(resolved)
+    run_id = _launch(folder, resolved)
+    try:
+        _wait_until_ready(folder, resolved, run_id)
+    except BaseException:
+        _stop_run(folder)
+        raise
+    _print_ready(resolved, name, local.read_state(folder) or {}, detach)
+    if not detach:
+        _follow(folder, run_id)
+
+
+@app.command()
+def stop(name: Name = "local") -> None:
+    """End the cluster: all of its processes, and nothing else on the machine."""
+    folder = local.run_folder(name)
+    if local.read_state(folder) is None:
+        out.print(f"no cluster {name!r} is running")
+        return
+    began = time.monotonic()
+    with out.status("stopping: workers finish their streams first"):
+        _stop_run(folder)
+    out.print(f"stopped in {time.monotonic() - began:.1f} s; no process is left")
+
+
+@app.command()
+def status(
+    name: Name = "local", as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False
+) -> None:
+    """Show every worker of the cluster."""
+    state = local.read_state(local.run_folder(name))
+    processes = local.processes_of(state["run_id"]) if state is not None else []
+    if state is None or not processes:
+        raise PacelineError(f"no cluster {name!r} is running; `paceline serve` starts one")
+    report: dict[str, Any] = {
+        "phase": state["phase"],
+        "gateway": state["gateway"],
+        "control": state["control"],
+    }
+    try:
+        report.update(
+            httpx.get(f"{state['control']}/admin/api/status", timeout=5.0).raise_for_status().json()
+        )
+    except httpx.HTTPError as error:
+        report.update(workers=[], error=f"control does not answer: {error}")
+    report["processes"] = len(processes)
+    report["resident_mb"] = local.resident_bytes(processes) >> 20
+    if as_json:
+        print(json.dumps(report))
+        return
+    table = Table(title=f"{report.get('model', '')} at {report['gateway']}", title_justify="left")
+    for column in ("role", "id", "state", "pid", "node", "version", "streams", "KV used", "KV free"):
+        table.add_column(column)
+    for worker in report["workers"]:
+        keys = (
+            "role",
+            "id",
+            "state",
+            "pid",
+            "node",
+            "version",
+            "streams",
+            "kv_blocks_used",
+            "kv_blocks_free",
+        )
+        table.add_row(*(str(worker[key]) for key in keys))
+    out.print(table)
+    out.print(f"{report['phase']}; {report['processes']} processes, {report['resident_mb']} MB resident")
+
+
+@app.command()
+def explain() -> None:
+    """List every configuration field with its default and meaning."""
+    for field_name, section in ClusterConfig.model_fields.items():
+        out.print(f"[bold]{field_name}[/bold]")
+        kind = section.annotation
+        assert isinstance(kind, type) and issubclass(kind, BaseModel)
+        for name, field in kind.model_fields.items():
+            text = " ".join((field.description or "").split())
+            out.print(f"  {field_name}.{name} = {field.default!r}", style="cyan", markup=False)
+            if text:
+                out.print(f"      {text}", markup=False)
+    out.print(f"presets: {', '.join(presets())}")
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    out.print(package_version("paceline"))
+
+
+# --- serve, in parts ------------------------------------------------------------------------------------
+
+
+def _with_free_ports(config: ClusterConfig) -> ClusterConfig:
+    """Replace port 0 by a free one and refuse one in use: better here than from inside a replica."""
+    gateway = config.gateway.model_copy(
+        update={"port": _free_port(config.gateway.host, config.gateway.port, "gateway")}
+    )
+    control = config.control.model_copy(
+        update={"port": _free_port(config.control.host, config.control.port, "control")}
+    )
+    return config.model_copy(update={"gateway": gateway, "control": control})
+
+
+def _free_port(host: str, port: int, section: str) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"{section}.host={host} {section}.port={port}: {error.strerror}; "
+                f"--set {section}.port=0 takes a free one"
+            ) from None
+        return int(probe.getsockname()[1])
+
+
+def _launch(folder: Path, config: ClusterConfig) -> str:
+    """Start the supervisor in a session of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    run_id = uuid.uuid4().hex
+    state = {
+        "run_id": run_id,
+        "phase": "launching",
+        "gateway": f"http://{_url_host(config.gateway.host)}:{config.gateway.port}",
+        "control": f"http://{_url_host(config.control.host)}:{config.control.port}",
+        "config": config.model_dump(mode="json"),
+    }
+    local.write_state(folder, state)
+    with (folder / "supervisor.log").open("w") as log:
+        subprocess.Popen(
+            [sys.executable, "-m", "paceline.deploy.local", str(folder)],
+            env={**os.environ, local.RUN_VARIABLE: run_id},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    return run_id
+
+
+def _wait_until_ready(folder: Path, config: ClusterConfig, run_id: str) -> None:
+    """Show which part is being waited for until the gateway says ready and all workers are there."""
+    began = time.monotonic()
+    wanted = config.prefill.replicas + config.decode.replicas + config.draft.replicas
+    last = ""
+    with out.status("starting") as spinner, httpx.Client(timeout=2.0) as client:
+        while True:
+            state = local.read_state(folder) or {}
+            text = _phase(client, state, wanted)
+            if not text:
+                return
+            if text != last and not out.is_terminal:
+                out.print(f"  {time.monotonic() - began:4.0f} s  {text}")
+            last = text
+            spinner.update(f"{text} ({time.monotonic() - began:.0f} s)")
+            dead = not local.processes_of(run_id) and time.monotonic() - began > 2.0
+            if state.get("phase") == "failed" or dead or time.monotonic() - began > START_LIMIT_S:
+                reason = state.get("error") or (
+                    "it ended" if dead else f"not ready after {START_LIMIT_S:.0f} s"
+                )
+                tail = "\n".join((folder / "supervisor.log").read_text(errors="replace").splitlines()[-15:])
+                raise PacelineError(
+                    f"the cluster did not start: {reason}\n{tail}\nlog: {folder / 'supervisor.log'}"
+                )
+            time.sleep(0.2)
+
+
+def _phase(client: httpx.Client, state: dict[str, Any], wanted: int) -> str:
+    """What is still missing, in a few words; empty when nothing is."""
+    if state.get("phase") != "running":
+        return str(state.get("phase", "launching"))
+    try:
+        if client.get(f"{state['gateway']}/ready").status_code != 200:
+            return "waiting for a decode worker"
+        workers = client.get(f"{state['control']}/admin/api/status").json()["workers"]
+    except (httpx.HTTPError, ValueError):
+        return "waiting for the gateway and control"
+    ready = [w for w in workers if w["role"] in ("prefill", "decode", "draft") and w["state"] == "ready"]
+    return "" if len(ready) >= wanted else f"{len(ready)} of {wanted} workers ready"
+
+
+def _stop_run(folder: Path) -> None:
+    """End a run by its processes and remove its state."""
+    state = local.read_state(folder)
+    if state is None:
+        return
+    processes = local.processes_of(state["run_id"])
+    supervisors = [p for p in processes if "paceline.deploy.local" in " ".join(_command(p))]
+    local.end_processes(supervisors, 40.0)  # it drains and ends the rest
+    local.end_processes(local.processes_of(state["run_id"]), 3.0)
+    (folder / "state.json").unlink(missing_ok=True)
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def _follow(folder: Path, run_id: str) -> None:
+    """Stay in the foreground until Ctrl-C or the end of the cluster."""
+    try:
+        while local.processes_of(run_id):
+            time.sleep(1.0)
+        raise PacelineError(f"the cluster ended by itself; log: {folder / 'supervisor.log'}")
+    except KeyboardInterrupt:
+        with out.status("stopping"):
+            _stop_run(folder)
+        out.print("stopped")
+
+
+# --- what is shown --------------------------------------------------------------------------------------
+
+
+def _print_plan(config: ClusterConfig) -> None:
+    table = Table(title=f"Paceline {package_version('paceline')}", title_justify="left", show_edge=False)
+    for column in ("role", "replicas", "threads", "model", "why"):
+        table.add_column(column)
+    rows = (("prefill", config.prefill), ("decode", config.decode), ("draft", config.draft))
+    for role, engine in rows:
+        model = config.model.draft if role == "draft" else config.model.target
+        why = f"{engine.kv_memory_mb} MB of KV in blocks of {config.kv.block_size} tokens"
+        table.add_row(role, str(engine.replicas), str(engine.threads), model, why)
+    out.print(table)
+    cpus = os.cpu_count() or 1
+    shares = f"CPU shares: {local.needed_cpus(config):.2f} of {cpus} (placement only, not a limit)"
+    out.print(f"speculation: {_speculation(config)}   {shares}")
+
+
+def _speculation(config: ClusterConfig) -> str:
+    speculation = config.speculation
+    return f"{speculation.depth} deep, {speculation.width} wide" if speculation.enabled else "off"
+
+
+def _print_ready(config: ClusterConfig, name: str, state: dict[str, Any], detach: bool) -> None:
+    url = state.get("gateway", "")
+    seconds = state.get("start_seconds", 0.0)
+    out.print(
+        f"[green]ready[/green] in {seconds:.0f} s: {url}/v1   metrics: {state.get('control', '')}/metrics"
+    )
+    body = json.dumps(
+        {"model": config.model.name, "stream": True, "messages": [{"role": "user", "content": "Read a file"}]}
+    )
+    out.print(
+        f"  curl -N {url}/v1/chat/completions -H 'content-type: application/json' \\\n    -d '{body}'",
+        markup=False,
+    )
+    out.print(f"`paceline stop{_suffix(name)}` ends it" if detach else "Ctrl-C ends it")
+
+
+def _suffix(name: str) -> str:
+    return "" if name == "local" else f" --name {name}"
+
+
+def _url_host(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,179 @@
+"""A run folder -> a whole cluster on this machine, until SIGTERM: Ray head, Serve application, clean end.
+
+Run as `python -m paceline.deploy.local RUN_FOLDER`. All processes of a run carry its id in the environment variable
+PACELINE_RUN: `stop` ends exactly those, and no other Ray on the machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from paceline.cluster.config import ClusterConfig, Secrets
+
+RUN_VARIABLE = "PACELINE_RUN"
+
+
+def home() -> Path:
+    """Where run folders lie: $PACELINE_HOME, or ~/.paceline."""
+    return Path(os.environ.get("PACELINE_HOME") or Path.home() / ".paceline")
+
+
+def run_folder(name: str) -> Path:
+    """State and log of the cluster with this name."""
+    return home() / "run" / name
+
+
+def read_state(folder: Path) -> dict[str, Any] | None:
+    """What the supervisor last wrote; None if there is no such run."""
+    try:
+        state: dict[str, Any] = json.loads((folder / "state.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return state
+
+
+def write_state(folder: Path, state: dict[str, Any]) -> None:
+    """Replace the state file in one go."""
+    partial = folder / "state.json.partial"
+    partial.write_text(json.dumps(state, indent=1))
+    partial.replace(folder / "state.json")
+
+
+def processes_of(run_id: str) -> list[psutil.Process]:
+    """Every living process of a run, found by its environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(RUN_VARIABLE) == run_id:
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return [process for process in found if process.pid != os.getpid()]
+
+
+def end_processes(processes: list[psutil.Process], patience_s: float) -> None:
+    """SIGTERM, and SIGKILL for what is left."""
+    for process in processes:
+        _signal(process, signal.SIGTERM)
+    _, alive = psutil.wait_procs(processes, timeout=patience_s)
+    for process in alive:
+        _signal(process, signal.SIGKILL)
+    psutil.wait_procs(alive, timeout=5.0)
+
+
+def _signal(process: psutil.Process, number: signal.Signals) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.Error:
+        return
+
+
+def resident_bytes(processes: list[psutil.Process]) -> int:
+    """Memory of these processes, each shared page counted once (PSS)."""
+    total = 0
+    for process in processes:
+        try:
+            total += process.memory_full_info().pss
+        except (psutil.Error, OSError):
+            continue
+    return total
+
+
+def supervise(folder: Path) -> None:
+    """Start the cluster described in the run folder, keep it until a signal, leave nothing behind."""
+    state = read_state(folder)
+    assert state is not None, f"{folder} has no state.json"
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    ray_folder = Path(tempfile.mkdtemp(prefix="paceline-", dir="/tmp"))  # short: sockets live below it
+    try:
+        _start(folder, state, ray_folder)
+        while not stop.wait(1.0):
+            continue
+    except Exception as error:
+        write_state(folder, {**state, "phase": "failed", "error": f"{type(error).__name__}: {error}"})
+        raise
+    finally:
+        _stop(ray_folder)
+
+
+def _start(folder: Path, state: dict[str, Any], ray_folder: Path) -> None:
+    began = time.monotonic()
+    _write_token(ray_folder / "token")
+    os.environ.update(
+        RAY_AUTH_MODE="token",
+        RAY_AUTH_TOKEN_PATH=str(ray_folder / "token"),
+        RAY_USAGE_STATS_ENABLED="0",
+        RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
+    )
+    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN"):
+        os.environ.pop(name, None)
+    import ray
+    from ray import serve
+
+    from paceline.deploy.app import APP_NAME, build_app
+
+    config = ClusterConfig.model_validate(state["config"])
+    state["phase"] = "starting Ray"
+    write_state(folder, state)
+    ray.init(
+        address="local",
+        num_cpus=max(os.cpu_count() or 1, round(needed_cpus(config) + 0.5)),
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+        object_store_memory=100 << 20,
+        _temp_dir=str(ray_folder),
+        _node_ip_address="127.0.0.1",
+    )
+    state.update(phase="starting workers", ray_seconds=time.monotonic() - began, ray_folder=str(ray_folder))
+    write_state(folder, state)
+    serve.start(http_options={"location": "NoServer"})
+    serve.run(build_app(config, Secrets.create()), name=APP_NAME, route_prefix=None)
+    state.update(phase="running", start_seconds=time.monotonic() - began)
+    write_state(folder, state)
+
+
+def _stop(ray_folder: Path) -> None:
+    import ray
+    from ray import serve
+
+    if ray.is_initialized():
+        try:
+            serve.shutdown()
+        finally:
+            ray.shutdown()
+    end_processes(processes_of(os.environ[RUN_VARIABLE]), 3.0)
+    shutil.rmtree(ray_folder, ignore_errors=True)
+
+
+def _write_token(path: Path) -> None:
+    """Ray's token is full access to the cluster: readable by its owner only."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(32))
+
+
+def needed_cpus(config: ClusterConfig) -> float:
+    """Sum of the CPU shares that placement asks for."""
+    engines = (config.prefill, config.decode, config.draft)
+    return sum(e.num_cpus * e.replicas for e in engines) + (
+        config.gateway.num_cpus + config.router.num_cpus + config.control.num_cpus
+    )
+
+
+if __name__ == "__main__":
+    supervise(Path(sys.argv[1]))

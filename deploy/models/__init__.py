@@ -1,0 +1,1 @@
+"""Python's standard library -> the bundled pair: a tiny target, its draft and the script that makes both."""

@@ -1,0 +1,114 @@
+"""Model folder, prompt and sampling parameters -> the one text P1 promises, computed the slow and obvious way.
+
+transformers eager attention, batch 1, the whole sequence again for every token, no cache; a float64 sampler written
+from the documented formulas. Imports nothing of Paceline: what agrees with it agrees with an independent reading.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+NEAR_TIE = 1e-5
+
+
+@dataclass(frozen=True)
+class Params:
+    seed: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    choice: int = 0
+    prompt_index: int = 0
+
+
+def load(folder: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+# --- sampler: 60 lines, float64 -------------------------------------------------------------------------
+
+
+def philox(counter: list[int], key: list[int]) -> list[int]:
+    c, k = list(counter), list(key)
+    for _ in range(10):
+        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [(b >> 32) ^ c[1] ^ k[0], b & 0xFFFFFFFF, (a >> 32) ^ c[3] ^ k[1], a & 0xFFFFFFFF]
+        k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return c
+
+
+def gumbel(params: Params, position: int, token: int) -> float:
+    counter = [token >> 2, position, params.choice, params.prompt_index]
+    x = philox(counter, [params.seed & 0xFFFFFFFF, (params.seed >> 32) & 0xFFFFFFFF])[token & 3]
+    return -float(np.log(-np.log1p(-(x + 0.5) * 2.0**-32)))
+
+
+def decide(logits: np.ndarray, params: Params, position: int) -> tuple[int, float]:
+    """The token, and the gap between the best and the second-best perturbed score (small: a near-tie)."""
+    z = logits.astype(np.float64)
+    if params.temperature == 0:
+        scores = z
+    else:
+        z = z / params.temperature
+        if params.top_k:
+            z = np.where(z >= np.sort(z)[-min(params.top_k, len(z))], z, -np.inf)
+        if params.top_p < 1:
+            order = np.sort(z)[::-1]
+            p = np.exp(order - order[0])
+            p /= p.sum()
+            kept = order[: int((np.cumsum(p) - p < params.top_p).sum())]
+            z = np.where(z >= kept[-1], z, -np.inf)
+        if params.min_p > 0:
+            z = np.where(z >= z.max() + np.log(params.min_p), z, -np.inf)
+        alive = np.flatnonzero(np.isfinite(z))
+        scores = np.full(len(z), -np.inf)
+        scores[alive] = [z[i] + gumbel(params, position, int(i)) for i in alive]
+    best = int(np.argmax(scores))
+    rest = np.delete(scores, best)
+    return best, float(scores[best] - rest.max())
+
+
+# --- generation -----------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def generate(
+    model: PreTrainedModel, prompt: list[int], params: Params, num_tokens: int, stop: tuple[int, ...] = ()
+) -> tuple[list[int], list[float]]:
+    """Output token ids and the gap at each of them."""
+    ids, gaps = list(prompt), []
+    for _ in range(num_tokens):
+        logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1].double().numpy()
+        token, gap = decide(logits, params, len(ids))
+        ids.append(token)
+        gaps.append(gap)
+        if token in stop:
+            break
+    return ids[len(prompt) :], gaps
+
+
+def assert_same_text(
+    actual: list[int], model: PreTrainedModel, prompt: list[int], params: Params, num_tokens: int
+) -> int:
+    """Compare teacher-forced: each token of `actual` given those before it. Returns the number of near-ties."""
+    near_ties = 0
+    ids = list(prompt)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + actual]), use_cache=False).logits[0].double().numpy()
+    assert len(actual) == num_tokens, f"{len(actual)} tokens, expected {num_tokens}"
+    for index, token in enumerate(actual):
+        expected, gap = decide(logits[len(prompt) - 1 + index], params, len(ids))
+        if token != expected:
+            assert gap < NEAR_TIE, (
+                f"token {index}: {token}, the oracle says {expected} with a gap of {gap:.2e}"
+            )
+            near_ties += 1
+        ids.append(token)
+    return near_ties

@@ -1,0 +1,1 @@
+"""What owns devices: prefill, decode, draft and training workers."""

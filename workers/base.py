@@ -1,0 +1,191 @@
+"""Messages and a step function -> a worker process: one engine thread, one event loop for I/O and health.
+
+Every worker lives the same life: `setup` (load, listen, register), then its engine thread handles messages and
+steps, then `drain` (accept nothing new, finish what runs), then `close`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+import structlog
+
+from paceline.cluster import wire
+from paceline.cluster.config import ClusterConfig, Secrets
+from paceline.cluster.membership import Member, ResolveRouter, new_incarnation
+from paceline.cluster.metrics import Metrics
+from paceline.cluster.types import Directory, Message, Role, State, WorkerInfo
+
+log = structlog.get_logger(__name__)
+
+Job = Callable[[], object]
+
+_IDLE_S = 0.05
+"""How long an engine thread without work sleeps before it looks at its deadlines."""
+
+
+class Worker:
+    """Base of prefill, decode and draft workers. Subclasses fill in the engine thread's four methods."""
+
+    role: Role
+
+    def __init__(self, config: ClusterConfig, secrets: Secrets, *, name: str, resolve: ResolveRouter) -> None:
+        self.config = config
+        self.secrets = secrets
+        self.metrics = Metrics()
+        self.state: State = "starting"
+        self.failure: BaseException | None = None
+        me = wire.Identity(f"{self.role}-{name}", new_incarnation())
+        self.member = Member(me, self.role, config.link, secrets.link, self, resolve)
+        self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"{self.role}-engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # -- what a subclass provides (engine thread) --------------------------------------------------------
+
+    def load(self) -> None:
+        """Load weights and build the engine. Called once, before the first message."""
+        raise NotImplementedError
+
+    def has_work(self) -> bool:
+        """Whether `step` would do something now."""
+        raise NotImplementedError
+
+    def step(self) -> None:
+        """Do one step's worth of work."""
+        raise NotImplementedError
+
+    def tick(self) -> None:
+        """Look at deadlines; called between steps and when idle."""
+
+    def num_streams(self) -> int:
+        """Streams in this worker. Called from the event loop's thread."""
+        return 0
+
+    def blocks(self) -> tuple[int, int]:
+        """(used, free) KV blocks. Called from the event loop's thread."""
+        return 0, 0
+
+    def version(self) -> str:
+        """Content hash of the weights."""
+        return ""
+
+    def handle(self, peer: wire.Peer, message: Message) -> None:
+        """A message for the engine thread."""
+        raise NotImplementedError
+
+    def peer_lost(self, peer: wire.Peer) -> None:
+        """A connection closed (engine thread)."""
+
+    # -- life --------------------------------------------------------------------------------------------
+
+    async def setup(self) -> None:
+        """Listen and register as starting, load in a thread, then be ready."""
+        self._loop = asyncio.get_running_loop()
+        # Short switch interval: the event loop must answer while the engine thread runs Python.
+        sys.setswitchinterval(0.001)
+        await self.member.start()
+        began = time.monotonic()
+        await asyncio.to_thread(self.load)
+        self._thread.start()
+        self.state = "ready"
+        self.member.announce()
+        log.info(
+            "worker_ready", worker=self.member.me.worker_id, pid=os.getpid(), seconds=time.monotonic() - began
+        )
+
+    async def drain(self, limit_s: float = 20.0) -> None:
+        """Be routed nothing new, finish what runs."""
+        self.state = "draining"
+        self.member.announce()
+        end = time.monotonic() + limit_s
+        while self.num_streams() > 0 and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+
+    async def close(self) -> None:
+        """Stop the engine thread and leave the cluster."""
+        self._inbox.put(None)
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join, 5.0)
+        await self.member.close()
+
+    def check(self) -> None:
+        """Raise if the engine thread died; Serve then replaces this replica."""
+        if self.failure is not None:
+            raise RuntimeError(f"engine thread of {self.member.me.worker_id} died") from self.failure
+
+    # -- engine thread -----------------------------------------------------------------------------------
+
+    def post(self, job: Job) -> None:
+        """Run `job` on the engine thread, in order. From any thread."""
+        self._inbox.put(job)
+
+    def soon(self, job: Job) -> None:
+        """Run `job` on the event loop. From any thread."""
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(job)
+        except RuntimeError:  # the loop closed: the process is on its way out
+            return
+
+    def _run(self) -> None:
+        try:
+            while self._drain_inbox():
+                self.tick()
+                if self.has_work():
+                    self.step()
+        except BaseException as error:
+            log.exception("engine_died", worker=self.member.me.worker_id)
+            self.failure = error
+            self.state = "draining"
+            # Peers must notice now, not at the next health check: streams move on when connections close.
+            self.soon(lambda: asyncio.ensure_future(self.member.close()))
+
+    def _drain_inbox(self) -> bool:
+        """Run all waiting jobs; wait for one if there is no other work. False when told to stop."""
+        wait = not self.has_work()
+        while True:
+            try:
+                job = self._inbox.get(timeout=_IDLE_S) if wait else self._inbox.get_nowait()
+            except queue.Empty:
+                return True
+            if job is None:
+                return False
+            job()
+            wait = False
+
+    # -- Resident ----------------------------------------------------------------------------------------
+
+    def describe(self, info: WorkerInfo) -> WorkerInfo:
+        used, free = self.blocks()
+        return msgspec.structs.replace(
+            info,
+            state=self.state,
+            version=self.version(),
+            kv_blocks_used=used,
+            kv_blocks_free=free,
+            num_streams=self.num_streams(),
+        )
+
+    def metrics_text(self) -> bytes:
+        used, free = self.blocks()
+        self.metrics.blocks.labels("used").set(used)
+        self.metrics.blocks.labels("free").set(free)
+        self.metrics.streams.set(self.num_streams())
+        return self.metrics.text()
+
+    def on_message(self, peer: wire.Peer, message: Message) -> None:
+        self.post(lambda: self.handle(peer, message))
+
+    def on_peer_lost(self, peer: wire.Peer) -> None:
+        self.post(lambda: self.peer_lost(peer))
+
+    def on_directory(self, directory: Directory) -> None:
+        return

@@ -1,0 +1,289 @@
+"""Committed tokens of many streams -> draft trees: a small model that runs ahead with the target's own noise.
+
+At the position t behind a stream's end the children are the top `width` of log q_t + gumbel(key, t), the noise the
+target will use for its own choice; the first child continues the spine. Alternatives cost this worker nothing, the
+logits are there anyway. State lost (restart, eviction) is not an error: the stream is named unknown and opened again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+import torch
+from torch import Tensor
+
+from paceline.cluster import wire
+from paceline.cluster.blocks import BlockPool
+from paceline.cluster.config import model_folder
+from paceline.cluster.speculation import prefix_hash
+from paceline.cluster.types import DraftAsk, DraftOpen, Drafts, DraftTree, Message, Sampling
+from paceline.workers.base import Worker
+from paceline.workers.model_runner import BatchBuilder, ModelRunner, load_runner
+from paceline.workers.sampling import SamplingRows, perturb
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class DraftStream:
+    """One stream as the draft worker knows it."""
+
+    key: str
+    request_id: str
+    sampling: Sampling
+    tokens: npt.NDArray[np.int32]
+    num_computed: int = 0
+    spine: list[int] = field(default_factory=list)
+    """Tokens whose KV is in the pool behind `tokens`, from the last proposal."""
+    last_used: int = 0
+
+    def advance(self, new: tuple[int, ...]) -> None:
+        """Take over committed tokens; KV of spine tokens that turned out right stays valid."""
+        agree = 0
+        while agree < min(len(self.spine), len(new)) and self.spine[agree] == new[agree]:
+            agree += 1
+        if self.num_computed == len(self.tokens):
+            self.num_computed += agree
+        self.spine = []
+        self.tokens = np.concatenate([self.tokens, np.asarray(new, np.int32)])
+
+
+class DraftEngine:
+    """One draft model, many streams. Not thread-safe."""
+
+    def __init__(self, runner: ModelRunner, *, token_budget: int) -> None:
+        self.runner = runner
+        self.pool = BlockPool(runner.cache.num_blocks, runner.cache.block_size)
+        self._token_budget = token_budget
+        self._streams: dict[str, DraftStream] = {}
+        self._clock = 0
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def open(self, key: str, message: DraftOpen) -> None:
+        """Start over with all tokens of a stream."""
+        self.close(key)
+        tokens = np.asarray(message.token_ids, np.int32)
+        if len(tokens) and 0 <= tokens.min() and tokens.max() < self.runner.vocab_size:
+            self._streams[key] = DraftStream(key, message.request_id, message.sampling, tokens)
+
+    def advance(self, key: str, base_len: int, known_hash: int, new: tuple[int, ...]) -> bool:
+        """Append committed tokens; False if this side does not hold the stream up to `base_len`."""
+        stream = self._streams.get(key)
+        if stream is None or len(stream.tokens) != base_len or prefix_hash(stream.tokens) != known_hash:
+            self.close(key)
+            return False
+        stream.advance(new)
+        return True
+
+    def close(self, key: str) -> None:
+        """Forget a stream."""
+        self._streams.pop(key, None)
+        self.pool.free(key)
+
+    def close_all(self, prefix: str) -> None:
+        """Forget all streams of a peer."""
+        for key in [k for k in self._streams if k.startswith(prefix)]:
+            self.close(key)
+
+    def propose(self, keys: list[str], depth: int, width: int) -> tuple[list[DraftTree], list[str]]:
+        """Trees behind the ends of these streams, and those whose state had to be dropped."""
+        self._clock += 1
+        streams: list[DraftStream] = []
+        dropped: list[str] = []
+        for key in keys:
+            stream = self._streams.get(key)
+            if stream is None or not self._reserve(stream, depth, keys):
+                dropped.append(key)
+            else:
+                stream.last_used = self._clock
+                streams.append(stream)
+        if not streams:
+            return [], dropped
+        return self._draft(streams, depth, width), dropped
+
+    def _reserve(self, stream: DraftStream, depth: int, busy: list[str]) -> bool:
+        """Blocks for the stream and its spine, evicting whoever drafted longest ago."""
+        wanted = len(stream.tokens) + depth
+        if wanted > self.runner.max_context:
+            return False
+        while not self.pool.try_extend(stream.key, wanted):
+            idle = [s for s in self._streams.values() if s.key not in busy and self.pool.table(s.key)]
+            if not idle:
+                self.close(stream.key)
+                return False
+            self.close(min(idle, key=lambda s: s.last_used).key)
+        return True
+
+    def _draft(self, streams: list[DraftStream], depth: int, width: int) -> list[DraftTree]:
+        bases = np.asarray([len(s.tokens) for s in streams], np.int64)
+        samplings = [s.sampling for s in streams]
+        levels: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]] = []
+        logits = self._catch_up(streams)
+        for level in range(depth):
+            rows = SamplingRows.build(samplings, [1] * len(streams), bases + level)
+            levels.append(self._children(logits, rows, width))
+            spine = levels[-1][0][:, 0]
+            if level + 1 == depth:
+                break
+            builder = BatchBuilder(self.runner.cache)
+            for stream, token in zip(streams, spine, strict=True):
+                table = self.pool.table(stream.key)
+                builder.add_chunk(
+                    table, np.asarray([token], np.int32), len(stream.tokens) + level, keep_last=True
+                )
+                stream.spine.append(int(token))
+            logits = self.runner.forward(builder.build()[0])
+        return [self._tree(stream, levels, index) for index, stream in enumerate(streams)]
+
+    def _catch_up(self, streams: list[DraftStream]) -> Tensor:
+        """Compute all tokens not in the pool yet, in chunks; logits [B, V] behind each stream's last token."""
+        while True:
+            left = self._token_budget
+            builder = BatchBuilder(self.runner.cache)
+            is_last = True
+            for stream in streams:
+                # The last token always waits for the final round, which is the one that keeps logits.
+                num = min(left, len(stream.tokens) - 1 - stream.num_computed)
+                if num > 0:
+                    ids = stream.tokens[stream.num_computed : stream.num_computed + num]
+                    builder.add_chunk(self.pool.table(stream.key), ids, stream.num_computed, keep_last=False)
+                    stream.num_computed += num
+                    left -= num
+                    is_last = False
+            if is_last:
+                break
+            self.runner.forward(builder.build()[0])
+        builder = BatchBuilder(self.runner.cache)
+        for stream in streams:
+            start = len(stream.tokens) - 1
+            builder.add_chunk(self.pool.table(stream.key), stream.tokens[start:], start, keep_last=True)
+            stream.num_computed = len(stream.tokens)
+        return self.runner.forward(builder.build()[0])
+
+    @staticmethod
+    def _children(
+        logits: Tensor, rows: SamplingRows, width: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """int64 [B, width] tokens, best perturbed score first, and float32 [B, width] draft probabilities (0: none)."""
+        top = perturb(logits, rows).topk(min(width, logits.shape[-1]), dim=-1)
+        heat = torch.where(rows.temperature > 0, rows.temperature, torch.ones_like(rows.temperature))
+        probs = (logits / heat[:, None]).softmax(-1).gather(-1, top.indices)
+        probs = torch.where(torch.isfinite(top.values), probs, torch.zeros_like(probs))
+        return top.indices.numpy(), probs.numpy()
+
+    @staticmethod
+    def _tree(
+        stream: DraftStream, levels: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]], index: int
+    ) -> DraftTree:
+        """Spine first, then the alternatives level by level."""
+        tokens = [int(ids[index, 0]) for ids, _ in levels]
+        parents = list(range(-1, len(levels) - 1))
+        scores = [float(probs[index, 0]) for _, probs in levels]
+        for level, (ids, probs) in enumerate(levels):
+            for rank in range(1, ids.shape[1]):
+                if probs[index, rank] > 0:
+                    tokens.append(int(ids[index, rank]))
+                    parents.append(level - 1)
+                    scores.append(float(probs[index, rank]))
+        return DraftTree(
+            stream.request_id,
+            len(stream.tokens),
+            prefix_hash(stream.tokens),
+            tuple(tokens),
+            tuple(parents),
+            tuple(scores),
+        )
+
+
+class DraftWorker(Worker):
+    """Answers every decode worker that asks; all asks waiting at once share the forwards."""
+
+    role = "draft"
+    _engine: DraftEngine
+
+    def load(self) -> None:
+        draft = self.config.draft
+        torch.set_num_threads(draft.threads)
+        runner, reason = load_runner(
+            model_folder(self.config.model.draft),
+            kv_memory_mb=draft.kv_memory_mb,
+            block_size=self.config.kv.block_size,
+        )
+        log.info(
+            "kv_pool", worker=self.member.me.worker_id, num_blocks=runner.cache.num_blocks, reason=reason
+        )
+        self._engine = DraftEngine(runner, token_budget=draft.token_budget)
+        self._asks: list[tuple[wire.Peer, DraftAsk]] = []
+
+    def handle(self, peer: wire.Peer, message: Message) -> None:
+        if isinstance(message, DraftAsk):
+            self._asks.append((peer, message))
+        else:
+            self.soon(lambda: peer.close(f"a draft worker has no use for {type(message).__name__}"))
+
+    def peer_lost(self, peer: wire.Peer) -> None:
+        self._engine.close_all(_prefix(peer))
+        self._asks = [(p, ask) for p, ask in self._asks if p is not peer]
+
+    def has_work(self) -> bool:
+        return bool(self._asks)
+
+    def step(self) -> None:
+        """Apply everything that was asked, draft once for all, answer each peer's newest ask."""
+        asks, self._asks = self._asks, []
+        latest: dict[wire.Peer, DraftAsk] = {}
+        wanted: dict[wire.Peer, dict[str, str]] = {}
+        unknown: dict[wire.Peer, set[str]] = {}
+        for peer, ask in asks:
+            latest[peer] = ask
+            self._apply(peer, ask, wanted.setdefault(peer, {}), unknown.setdefault(peer, set()))
+        keys = [key for members in wanted.values() for key in members]
+        depth = min(16, max(1, max((ask.depth for ask in latest.values()), default=1)))
+        width = min(8, max(1, max((ask.width for ask in latest.values()), default=1)))
+        trees, dropped = self._engine.propose(keys, depth, width) if keys else ([], [])
+        by_stream = {tree.request_id: tree for tree in trees}
+        for peer, ask in latest.items():
+            members = wanted[peer]
+            mine = tuple(by_stream[name] for name in members.values() if name in by_stream)
+            lost = unknown[peer] | {members[key] for key in dropped if key in members}
+            if mine or lost:
+                peer.send_threadsafe(Drafts(ask.step, self._engine.runner.version, mine, tuple(sorted(lost))))
+
+    def _apply(self, peer: wire.Peer, ask: DraftAsk, wanted: dict[str, str], unknown: set[str]) -> None:
+        prefix = _prefix(peer)
+        for opened in ask.opens:
+            self._engine.open(prefix + opened.request_id, opened)
+            wanted[prefix + opened.request_id] = opened.request_id
+            unknown.discard(opened.request_id)
+        for advance in ask.advances:
+            key = prefix + advance.request_id
+            if self._engine.advance(key, advance.base_len, advance.prefix_hash, advance.token_ids):
+                wanted[key] = advance.request_id
+            else:
+                wanted.pop(key, None)
+                unknown.add(advance.request_id)
+        for closed in ask.closes:
+            self._engine.close(prefix + closed)
+            wanted.pop(prefix + closed, None)
+            unknown.discard(closed)
+
+    def num_streams(self) -> int:
+        return len(self._engine) if self.state != "starting" else 0
+
+    def blocks(self) -> tuple[int, int]:
+        return (
+            (self._engine.pool.num_used, self._engine.pool.num_free) if self.state != "starting" else (0, 0)
+        )
+
+    def version(self) -> str:
+        return self._engine.runner.version if self.state != "starting" else ""
+
+
+def _prefix(peer: wire.Peer) -> str:
+    assert peer.identity is not None
+    return f"{peer.identity.incarnation}/"

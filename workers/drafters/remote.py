@@ -1,0 +1,248 @@
+"""Committed tokens -> a draft worker -> draft trees in a mailbox, taken if they are there in time.
+
+Nothing here can fail a step: an answer that is late, stale, malformed or missing is the same as no draft.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from paceline.cluster.config import SpeculationConfig
+from paceline.cluster.metrics import Metrics
+from paceline.cluster.scheduler import Stream
+from paceline.cluster.speculation import DraftPatience, Tree, is_tree, prefix_hash
+from paceline.cluster.types import DraftAdvance, DraftAsk, DraftOpen, Drafts, DraftTree, Message, WorkerInfo
+from paceline.cluster.wire import Peer
+
+_MAX_NODES = 256
+
+
+@dataclass(slots=True)
+class _Source:
+    """One draft worker as seen from here."""
+
+    worker: WorkerInfo
+    patience: DraftPatience
+    peer: Peer | None = None
+    version: str = ""
+    step: int = 0
+    asked_at: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Drafting:
+    """One stream at its draft worker."""
+
+    source: _Source
+    sent_len: int = 0
+    """Tokens the draft worker was told of; 0 means it must be told all of them."""
+    last_version: str = ""
+
+
+class RemoteDrafter:
+    """All methods on the engine thread, except `deliver`."""
+
+    name = "remote"
+
+    def __init__(
+        self,
+        config: SpeculationConfig,
+        metrics: Metrics,
+        vocab_size: int,
+        connect: Callable[[WorkerInfo], None],
+    ) -> None:
+        self._config = config
+        self._metrics = metrics
+        self._vocab_size = vocab_size
+        self._connect = connect
+        self._sources: dict[int, _Source] = {}
+        self._routes: dict[str, WorkerInfo] = {}
+        self._streams: dict[str, _Drafting] = {}
+        self._mailbox: dict[str, DraftTree] = {}
+        self._unknown: set[str] = set()
+        self._arrived: dict[int, list[tuple[int, float, str]]] = {}
+        self._changed = threading.Condition()
+
+    # -- who drafts --------------------------------------------------------------------------------------
+
+    def route(self, key: str, worker: WorkerInfo) -> None:
+        """The stream with this key, about to be opened, drafts at this worker and stays there."""
+        self._routes[key] = worker
+
+    def connected(self, worker: WorkerInfo, peer: Peer) -> None:
+        """The connection asked for by `connect` is up."""
+        source = self._sources.get(worker.incarnation)
+        if source is not None:
+            source.peer = peer
+
+    def lost(self, incarnation: int) -> None:
+        """A draft worker is gone: its streams go on without drafts."""
+        source = self._sources.pop(incarnation, None)
+        if source is not None:
+            source.peer = None
+            self._streams = {k: d for k, d in self._streams.items() if d.source is not source}
+
+    def reroute(self, streams: Iterable[Stream], workers: Sequence[WorkerInfo]) -> None:
+        """Give streams without a draft worker one of these."""
+        for index, stream in enumerate(
+            s for s in streams if s.request.speculate and s.key not in self._streams
+        ):
+            if not workers:
+                return
+            self.route(stream.key, workers[index % len(workers)])
+            self.open(stream)
+
+    # -- Drafter -----------------------------------------------------------------------------------------
+
+    def open(self, stream: Stream) -> None:
+        worker = self._routes.pop(stream.key, None)
+        if worker is None:
+            return
+        source = self._sources.get(worker.incarnation)
+        if source is None:
+            source = _Source(worker, DraftPatience(self._config.max_wait_ms / 1000))
+            self._sources[worker.incarnation] = source
+            self._connect(worker)
+        self._streams[stream.key] = _Drafting(source)
+        self.observe([stream])
+
+    def observe(self, streams: Sequence[Stream]) -> None:
+        by_source: dict[int, list[Stream]] = {}
+        for stream in streams:
+            drafting = self._streams.get(stream.key)
+            if drafting is not None and drafting.source.peer is not None:
+                by_source.setdefault(drafting.source.worker.incarnation, []).append(stream)
+        for incarnation, members in by_source.items():
+            self._ask(self._sources[incarnation], members)
+
+    def _ask(self, source: _Source, streams: list[Stream]) -> None:
+        """One frame: what is new of all these streams."""
+        with self._changed:
+            lost = self._unknown & {stream.key for stream in streams}
+            self._unknown -= lost
+        opens: list[DraftOpen] = []
+        advances: list[DraftAdvance] = []
+        for stream in streams:
+            drafting = self._streams[stream.key]
+            tokens = stream.token_ids
+            if drafting.sent_len == 0 or stream.key in lost:
+                opens.append(
+                    DraftOpen(stream.key, tuple(tokens.tolist()), stream.request.sampling, stream.num_prompt)
+                )
+            elif drafting.sent_len < stream.num_tokens:
+                known = drafting.sent_len
+                new = tuple(tokens[known:].tolist())
+                advances.append(DraftAdvance(stream.key, known, prefix_hash(tokens[:known]), new))
+            drafting.sent_len = stream.num_tokens
+        if not opens and not advances:
+            return
+        source.step += 1
+        source.asked_at[source.step] = time.monotonic()
+        self._send(source, tuple(opens), tuple(advances), ())
+
+    def _send(
+        self,
+        source: _Source,
+        opens: tuple[DraftOpen, ...],
+        advances: tuple[DraftAdvance, ...],
+        closes: tuple[str, ...],
+    ) -> None:
+        if source.peer is not None:
+            message: Message = DraftAsk(
+                source.step, opens, advances, closes, self._config.depth, self._config.width
+            )
+            source.peer.send_threadsafe(message)
+
+    def propose(self, streams: Sequence[Stream]) -> list[Tree | None]:
+        asked = {s.key: s for s in streams if self._is_asked(s)}
+        sources = {id(d.source): d.source for d in (self._streams[key] for key in asked)}
+        waits = {name: source.patience.wait_s() for name, source in sources.items()}
+        deadline = time.monotonic() + max(waits.values(), default=0.0)
+        with self._changed:
+            while asked and not all(self._is_fresh(s) for s in asked.values()):
+                left = deadline - time.monotonic()
+                if left <= 0 or not self._changed.wait(left):
+                    break
+            found = {key: self._mailbox.pop(key) for key in asked if key in self._mailbox}
+            arrived, self._arrived = self._arrived, {}
+        self._note_answers(arrived)
+        for name, source in sources.items():
+            members = [s for key, s in asked.items() if self._streams[key].source is source]
+            if waits[name] > 0 and not any(
+                s.key in found and found[s.key].base_len == s.num_tokens for s in members
+            ):
+                source.patience.missed()
+        return [self._tree(stream, found.get(stream.key)) for stream in streams]
+
+    def close(self, stream: Stream) -> None:
+        self._routes.pop(stream.key, None)
+        drafting = self._streams.pop(stream.key, None)
+        with self._changed:
+            self._mailbox.pop(stream.key, None)
+            self._unknown.discard(stream.key)
+        if drafting is not None and drafting.sent_len:
+            self._send(drafting.source, (), (), (stream.key,))
+
+    def version(self, stream: Stream) -> str:
+        drafting = self._streams.get(stream.key)
+        return drafting.last_version if drafting is not None else ""
+
+    # -- replies -----------------------------------------------------------------------------------------
+
+    def deliver(self, incarnation: int, reply: Drafts) -> None:
+        """A reply arrived (event loop's thread)."""
+        with self._changed:
+            for tree in reply.trees:
+                self._mailbox[tree.request_id] = tree
+            self._unknown.update(reply.unknown)
+            self._arrived.setdefault(incarnation, []).append((reply.step, time.monotonic(), reply.version))
+            self._changed.notify()
+
+    def _is_asked(self, stream: Stream) -> bool:
+        drafting = self._streams.get(stream.key)
+        return (
+            drafting is not None
+            and drafting.source.peer is not None
+            and drafting.sent_len == stream.num_tokens
+        )
+
+    def _is_fresh(self, stream: Stream) -> bool:
+        tree = self._mailbox.get(stream.key)
+        return tree is not None and tree.base_len == stream.num_tokens
+
+    def _note_answers(self, arrived: dict[int, list[tuple[int, float, str]]]) -> None:
+        """Round trips and versions of the replies that came."""
+        for incarnation, replies in arrived.items():
+            source = self._sources.get(incarnation)
+            if source is None:
+                continue
+            step, at, source.version = replies[-1]
+            for old in [s for s in source.asked_at if s < step]:
+                del source.asked_at[old]
+            began = source.asked_at.pop(step, None)
+            if began is not None and step == source.step:
+                source.patience.answered(at - began)
+
+    def _tree(self, stream: Stream, reply: DraftTree | None) -> Tree | None:
+        """A checked tree; how each reply fared is counted."""
+        if stream.key not in self._streams:
+            return None
+        if reply is None:
+            self._metrics.draft_replies.labels("missing").inc()
+            return None
+        if reply.base_len != stream.num_tokens or reply.prefix_hash != prefix_hash(stream.token_ids):
+            self._metrics.draft_replies.labels("late").inc()
+            return None
+        if len(reply.tokens) > _MAX_NODES or not is_tree(reply.tokens, reply.parents, self._vocab_size):
+            self._metrics.draft_replies.labels("malformed").inc()
+            return None
+        self._metrics.draft_replies.labels("used").inc()
+        drafting = self._streams[stream.key]
+        drafting.last_version = drafting.source.version
+        root = int(stream.buffer[stream.num_tokens - 1])
+        return Tree.build(root, reply.tokens, reply.parents) if np.size(reply.tokens) else None

@@ -1,0 +1,268 @@
+"""Requests -> committed tokens, step by step: plan, propose, forward, verify, commit, observe.
+
+Knows nothing of processes, sockets or HTTP: the same engine runs in prefill and decode workers, in tests and in a
+plain script. Speculation off is the case of trees that are only a root, through the same code.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from paceline.cluster.blocks import BlockPool
+from paceline.cluster.errors import RequestError
+from paceline.cluster.metrics import Metrics
+from paceline.cluster.scheduler import Plan, Scheduler, Segment, Stream
+from paceline.cluster.types import SOURCE_NAMES, SOURCE_TARGET, FinishReason, Request
+from paceline.workers.drafters.base import Drafter
+from paceline.workers.model_runner import BatchBuilder, ModelRunner
+from paceline.workers.sampling import SamplingRows, choose
+from paceline.workers.verifiers.match import match
+
+SegmentLayerHook = Callable[[Plan, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """What one step did for one stream. `start` is the output position of the first token."""
+
+    stream: Stream
+    start: int
+    tokens: tuple[int, ...]
+    sources: bytes
+    num_drafted: int
+    finish: FinishReason | None = None
+    error: str = ""
+    draft_version: str = ""
+    """Version of the weights behind this stream's latest draft."""
+
+
+@dataclass(slots=True)
+class StepResult:
+    """emissions: streams with new tokens or an end. computed: prefill-only streams whose KV is now complete."""
+
+    emissions: list[Emission] = field(default_factory=list)
+    computed: list[Stream] = field(default_factory=list)
+
+
+class Engine:
+    """One model, one pool, many streams. Not thread-safe: one thread owns it."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        token_budget: int,
+        max_streams: int,
+        max_context: int | None = None,
+        drafter: Drafter | None = None,
+        metrics: Metrics | None = None,
+    ) -> None:
+        self.runner = runner
+        self.pool = BlockPool(runner.cache.num_blocks, runner.cache.block_size)
+        self.scheduler = Scheduler(self.pool, token_budget=token_budget, max_streams=max_streams)
+        self.max_context = min(max_context or runner.max_context, runner.max_context)
+        self._drafter = drafter
+        self._metrics = metrics or Metrics()
+        self._arrivals = 0
+
+    # -- streams -----------------------------------------------------------------------------------------
+
+    def add(
+        self, request: Request, *, epoch: int = 0, resumed: Sequence[int] = (), blocked: bool = False
+    ) -> Stream:
+        """Admit a stream that generates. `resumed` output tokens exist already; `blocked` waits for its KV.
+
+        Raises:
+            RequestError: the stream could never fit.
+        """
+        tokens = np.asarray([*request.prompt_ids, *resumed], np.int32)
+        stream = self._admit(
+            request, epoch, tokens, len(request.prompt_ids), request.max_tokens - len(resumed)
+        )
+        stream.is_blocked = blocked
+        if self._drafter is not None and request.speculate:
+            self._drafter.open(stream)
+        return stream
+
+    def add_prefill(self, request: Request, *, epoch: int, token_ids: Sequence[int]) -> Stream:
+        """Admit a stream that only computes the KV of these tokens."""
+        stream = self._admit(request, epoch, np.asarray(token_ids, np.int32), len(token_ids), 0)
+        stream.prefill_only = True
+        return stream
+
+    def _admit(
+        self, request: Request, epoch: int, tokens: np.ndarray, num_prompt: int, num_new: int
+    ) -> Stream:
+        limit = min(self.max_context, self.pool.num_blocks * self.pool.block_size)
+        if len(tokens) < 1 or len(tokens) + num_new > limit:
+            raise RequestError(
+                f"{len(tokens)} prompt + {num_new} new tokens: expected 1..{limit} together",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        if int(tokens.min()) < 0 or int(tokens.max()) >= self.runner.vocab_size:
+            raise RequestError(
+                f"prompt: token ids must be in 0..{self.runner.vocab_size - 1}", param="prompt"
+            )
+        buffer = np.zeros(len(tokens) + max(0, num_new), np.int32)
+        buffer[: len(tokens)] = tokens
+        stream = Stream(
+            request, epoch, buffer, len(tokens), num_prompt, self._arrivals, first_start=len(tokens)
+        )
+        self._arrivals += 1
+        self.scheduler.add(stream)
+        return stream
+
+    def remove(self, stream: Stream) -> None:
+        """Forget a stream (ended or cancelled) and free its blocks."""
+        if self._drafter is not None and stream.request.speculate and not stream.prefill_only:
+            self._drafter.close(stream)
+        self.scheduler.remove(stream)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    # -- one step ----------------------------------------------------------------------------------------
+
+    def step(self, on_layer: SegmentLayerHook | None = None) -> StepResult:
+        """Run one step. `on_layer(plan, layer)` is called when a layer's K and V of all segments are in the pool."""
+        began = time.monotonic()
+        plan = self.scheduler.plan()
+        if plan.preempted:
+            self._metrics.preemptions.inc(len(plan.preempted))
+        if not plan.segments:
+            return StepResult()
+        self._propose(plan)
+        hook = None if on_layer is None else (lambda layer: on_layer(plan, layer))
+        decided, usable = self._forward(plan, hook)
+        result = self._commit(plan, decided, usable)
+        if self._drafter is not None:
+            running = [e.stream for e in result.emissions if e.finish is None and e.stream.request.speculate]
+            if running:
+                self._drafter.observe(running)
+        self._metrics.steps.inc()
+        self._metrics.step_seconds.observe(time.monotonic() - began)
+        return result
+
+    def _propose(self, plan: Plan) -> None:
+        if self._drafter is None:
+            return
+        # Nothing to propose where one token is all that may still come.
+        segments = [s for s in plan.caught_up if s.stream.request.speculate and s.stream.num_allowed > 1]
+        if not segments:
+            return
+        trees = self._drafter.propose([segment.stream for segment in segments])
+        for segment, tree in zip(segments, trees, strict=True):
+            if tree is not None and len(tree) > 1:
+                self.scheduler.attach(plan, segment, tree)
+
+    def _forward(self, plan: Plan, hook: Callable[[int], None] | None) -> tuple[np.ndarray, np.ndarray]:
+        """Run the batch; the decided token and its usability for every kept row, in segment order."""
+        builder = BatchBuilder(self.runner.cache)
+        for segment in plan.segments:
+            stream, start = segment.stream, segment.start
+            table = self.pool.table(stream.key)
+            if segment.tree is not None:
+                builder.add_tree(table, segment.tree, start)
+            else:
+                builder.add_chunk(
+                    table, stream.buffer[start : start + segment.num_rows], start, keep_last=segment.samples
+                )
+        batch, positions = builder.build(hook)
+        logits = self.runner.forward(batch)
+        if len(positions) == 0:
+            return np.empty(0, np.int64), np.empty(0, np.bool_)
+        sampled = [s for s in plan.segments if s.samples]
+        counts = [len(s.tree) if s.tree is not None else 1 for s in sampled]
+        # The token a node decides stands one position behind the node.
+        params = SamplingRows.build([s.stream.request.sampling for s in sampled], counts, positions + 1)
+        return choose(logits, params)
+
+    def _commit(self, plan: Plan, decided: np.ndarray, usable: np.ndarray) -> StepResult:
+        result = StepResult()
+        at = 0
+        for segment in plan.segments:
+            stream = segment.stream
+            if not segment.samples:
+                stream.num_computed += segment.num_rows
+                if stream.prefill_only and stream.num_missing == 0:
+                    result.computed.append(stream)
+                continue
+            num = segment.num_rows if segment.tree is not None else 1
+            emission = self._commit_segment(segment, decided[at : at + num], usable[at : at + num])
+            result.emissions.append(emission)
+            at += num
+            if emission.finish is not None:
+                self.remove(stream)
+        return result
+
+    def _commit_segment(self, segment: Segment, decided: np.ndarray, usable: np.ndarray) -> Emission:
+        """Accept a path, move its KV into place, append and cut the tokens."""
+        stream = segment.stream
+        tree = segment.tree
+        start = stream.num_output
+        if tree is None:  # the last chunk of a prompt that sampled at once
+            path: tuple[int, ...] = ()
+            emitted, is_usable, num_drafted = int(decided[0]), bool(usable[0]), 0
+            stream.num_computed = stream.num_tokens
+        else:
+            verdict = match(tree, decided)
+            path, emitted, num_drafted = verdict.path, verdict.emitted, tree.num_drafted
+            is_usable = bool(usable[[0, *path]].all())
+            self._compact(stream, segment.start, path)
+            stream.num_computed = segment.start + 1 + len(path)
+        if not is_usable:
+            message = f"the model gave no usable logits at position {stream.num_tokens}"
+            return Emission(stream, start, (), b"", num_drafted, "error", message)
+        tokens = [*(int(tree.tokens[node]) for node in path), emitted] if tree is not None else [emitted]
+        sources = (
+            [*(int(tree.sources[node]) for node in path), SOURCE_TARGET]
+            if tree is not None
+            else [SOURCE_TARGET]
+        )
+        tokens, finish = self._cut(stream, tokens)
+        sources = sources[: len(tokens)]
+        stream.append(tokens)
+        stream.num_computed = min(stream.num_computed, stream.num_tokens)
+        self.pool.shrink(stream.key, stream.num_tokens)
+        for source in sources:
+            self._metrics.tokens.labels(SOURCE_NAMES[source]).inc()
+        self._metrics.drafted.inc(num_drafted)
+        version = self._drafter.version(stream) if self._drafter is not None else ""
+        return Emission(
+            stream, start, tuple(tokens), bytes(sources), num_drafted, finish, draft_version=version
+        )
+
+    def _compact(self, stream: Stream, start: int, path: tuple[int, ...]) -> None:
+        """Scratch KV of the accepted nodes -> the slots of their positions. Spine-first trees rarely need it."""
+        moved = [(node, depth) for depth, node in enumerate(path, start=1) if node != depth]
+        if not moved:
+            return
+        slots = self.runner.cache.slots(self.pool.table(stream.key), start, start + max(path) + 1)
+        self.runner.cache.move(slots[[node for node, _ in moved]], slots[[depth for _, depth in moved]])
+
+    def _cut(self, stream: Stream, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
+        """Tokens up to the first stop token or the length limit, and why the stream ends there."""
+        for index, token in enumerate(tokens[: stream.num_allowed]):
+            if token in stream.request.stop_ids:
+                return tokens[: index + 1], "stop"
+        if len(tokens) >= stream.num_allowed:
+            return tokens[: stream.num_allowed], "length"
+        return tokens, None
+
+    def run(self, requests: Sequence[Request]) -> dict[str, list[int]]:
+        """Generate all requests to their end; output token ids by request id. For tests and scripts."""
+        outputs: dict[str, list[int]] = {request.id: [] for request in requests}
+        for request in requests:
+            self.add(request)
+        while len(self.scheduler):
+            for emission in self.step().emissions:
+                outputs[emission.stream.request.id].extend(emission.tokens)
+                if emission.finish == "error":
+                    raise RequestError(emission.error, status=500)
+        return outputs

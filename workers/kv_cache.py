@@ -1,0 +1,85 @@
+"""K and V rows of each layer <-> the paged pool: write, move, gather for a peer, scatter from one, digest."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.cluster.types import KVLayout
+
+
+class KVCache:
+    """The pool's tensors: for each layer K and V as [num_slots, G, D]; slot = block * block_size + offset."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        num_blocks: int,
+        block_size: int,
+        model_version: str,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.layout = KVLayout(
+            num_layers, num_kv_heads, head_dim, str(dtype).removeprefix("torch."), model_version
+        )
+        self.dtype = dtype
+        shape = (num_layers, 2, num_blocks * block_size, num_kv_heads, head_dim)
+        # Uninitialised on purpose: pages become resident when they are first used.
+        self._pool = torch.empty(shape, dtype=dtype)
+
+    @staticmethod
+    def bytes_per_token(
+        num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32
+    ) -> int:
+        """KV bytes of one token: 2 * layers * KV heads * head size * element size."""
+        return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+
+    def keys(self, layer: int) -> Tensor:
+        """[num_slots, G, D]"""
+        return self._pool[layer, 0]
+
+    def values(self, layer: int) -> Tensor:
+        """[num_slots, G, D]"""
+        return self._pool[layer, 1]
+
+    def slots(self, table: list[int], start: int, stop: int) -> Tensor:
+        """int64 [stop - start]: pool slots of token positions [start, stop) of a stream with this block table."""
+        positions = np.arange(start, stop)
+        blocks = np.asarray(table, np.int64)[positions // self.block_size]
+        return torch.from_numpy(blocks * self.block_size + positions % self.block_size)
+
+    def write(self, layer: int, slots: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> None:
+        """Store new rows."""
+        self._pool[layer, 0].index_copy_(0, slots, k_TGD)
+        self._pool[layer, 1].index_copy_(0, slots, v_TGD)
+
+    def move(self, source: Tensor, destination: Tensor) -> None:
+        """Copy all layers' rows from slots to slots (int64 [n]); sources are read before any is overwritten."""
+        self._pool[:, :, destination] = self._pool[:, :, source]
+
+    def gather(self, layer: int, slots: Tensor) -> Tensor:
+        """[2, n, G, D] contiguous copy of K and V rows."""
+        return self._pool[layer].index_select(1, slots)
+
+    def scatter(self, layer: int, slots: Tensor, rows: Tensor) -> None:
+        """Inverse of `gather`."""
+        self._pool[layer].index_copy_(1, slots, rows)
+
+
+def digest(key: bytes, request_id: str, epoch: int, layer: int, start: int, rows: Tensor) -> bytes:
+    """Keyed BLAKE2b-128 of KV rows and of where they belong.
+
+    Bytes that are intact but belong to another request, epoch, layer or range have another digest.
+    """
+    place = f"{request_id}\0{epoch}\0{layer}\0{start}\0{tuple(rows.shape)}\0{rows.dtype}".encode()
+    state = hashlib.blake2b(place, digest_size=16, key=key)
+    state.update(rows.contiguous().view(torch.uint8).numpy().data)
+    return state.digest()

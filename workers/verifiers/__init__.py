@@ -1,0 +1,1 @@
+"""Ways of accepting proposed tokens, one file each."""
