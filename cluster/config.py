@@ -81,7 +81,9 @@ class PrefillConfig(EngineConfig):
 
 
 class DecodeConfig(EngineConfig):
-    """Workers that generate."""
+    """Workers that generate. Without prefill workers they compute prompts too; without draft workers, no drafts."""
+
+    replicas: Annotated[int, Field(ge=1, le=1024)] = 1
 
 
 class DraftConfig(EngineConfig):
@@ -191,7 +193,7 @@ def load_config(source: str | Path | None, settings: Iterable[str] = ()) -> Clus
         path = find_config(source)
         try:
             loaded = yaml.safe_load(path.read_text())
-        except (OSError, yaml.YAMLError) as error:
+        except (OSError, UnicodeError, yaml.YAMLError) as error:
             raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
         if loaded is not None and not isinstance(loaded, dict):
             raise ConfigError(f"{path}: expected sections such as `decode:`, got {type(loaded).__name__}")

@@ -43,8 +43,9 @@ class Control:
             self._snapshots[message.worker.worker_id] = (time.monotonic(), message)
 
     def on_peer_lost(self, peer: wire.Peer) -> None:
-        if peer.identity is not None:
-            self._snapshots.pop(peer.identity.worker_id, None)
+        for worker_id, (_, snapshot) in list(self._snapshots.items()):
+            if peer.identity == wire.Identity(worker_id, snapshot.worker.incarnation):
+                del self._snapshots[worker_id]
 
     def on_directory(self, directory: Directory) -> None:
         self._directory = directory
@@ -54,7 +55,7 @@ class Control:
     def fresh(self) -> list[Snapshot]:
         """Snapshots of workers that still push."""
         horizon = time.monotonic() - _STALE_S
-        return [snapshot for stamp, snapshot in self._snapshots.values() if stamp >= horizon]
+        return [snapshot for stamp, snapshot in list(self._snapshots.values()) if stamp >= horizon]
 
     def metrics(self) -> bytes:
         """All workers' metrics as one text."""

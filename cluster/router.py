@@ -7,6 +7,8 @@ gateways with the last directory they saw while the router is away.
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import zlib
 from collections.abc import Iterable
 
@@ -107,6 +109,18 @@ class Router:
         link = self._config.link
         liveness = wire.Liveness(link.ping_s, link.dead_s)
         self._listener = await wire.listen(link.interface, 0, self._me, secret, self, liveness=liveness)
+        self._state.put(
+            WorkerInfo(
+                worker_id=self._me.worker_id,
+                role="router",
+                incarnation=self._me.incarnation,
+                host=self._listener.host,
+                port=self._listener.port,
+                pid=os.getpid(),
+                node=socket.gethostname(),
+                state="ready",
+            )
+        )
         self._beat = asyncio.create_task(self._beat_forever())
         return self._listener.host, self._listener.port
 

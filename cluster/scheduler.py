@@ -90,7 +90,7 @@ class Segment:
 
 @dataclass(slots=True)
 class Plan:
-    """One step. Segments appear in arrival order."""
+    """One step. Caught-up segments come first, then prefill chunks, each in arrival order."""
 
     segments: list[Segment] = field(default_factory=list)
     preempted: list[Stream] = field(default_factory=list)
@@ -184,16 +184,16 @@ class Scheduler:
         segment.num_rows = len(tree)
 
     def _take(self, stream: Stream, num_tokens: int, plan: Plan) -> bool:
-        """Blocks for `num_tokens`, preempting younger streams if needed; False if that was not enough."""
+        """Blocks for `num_tokens`, preempting younger streams if needed; False, and nobody preempted, if in vain."""
+        if self._pool.try_extend(stream.key, num_tokens):
+            return True
+        younger = [s for s in self._streams.values() if s.arrival > stream.arrival and not s.is_blocked]
+        victims = sorted((s for s in younger if self._pool.table(s.key)), key=lambda s: s.arrival)
+        missing = self._pool.blocks_for(num_tokens) - len(self._pool.table(stream.key))
+        if missing > self._pool.num_free + sum(len(self._pool.table(s.key)) for s in victims):
+            return False
         while not self._pool.try_extend(stream.key, num_tokens):
-            victims = [
-                s
-                for s in self._streams.values()
-                if s.arrival > stream.arrival and not s.is_blocked and self._pool.table(s.key)
-            ]
-            if not victims:
-                return False
-            victim = max(victims, key=lambda s: s.arrival)
+            victim = victims.pop()
             self._pool.free(victim.key)
             victim.num_computed = 0
             victim.num_preempted += 1

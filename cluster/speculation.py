@@ -19,6 +19,7 @@ class Tree:
     """Nodes of one stream's step. Node 0 is the root: the pending token, decided but not yet in the KV pool.
 
     tokens, parents, depths: int32 [N]; parents[0] = -1 and parents[i] < i. sources: uint8 [N].
+    scores: float32 [N], the source's estimate of P(accepted | parent accepted), 1 at the root.
     A plain decode step is the tree with a root and nothing else.
     """
 
@@ -26,6 +27,7 @@ class Tree:
     parents: IntArray
     depths: IntArray
     sources: npt.NDArray[np.uint8]
+    scores: npt.NDArray[np.float32]
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -41,9 +43,14 @@ class Tree:
 
     @classmethod
     def build(
-        cls, root: int, tokens: Sequence[int], parents: Sequence[int], source: int = SOURCE_DRAFT
+        cls,
+        root: int,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        source: int = SOURCE_DRAFT,
+        scores: Sequence[float] | None = None,
     ) -> Tree:
-        """A root and proposals whose `parents` count from -1 (the root), as drafts travel."""
+        """A root and proposals whose `parents` count from -1 (the root), as drafts travel. Scores default to 1."""
         num = len(tokens)
         all_parents = np.empty(num + 1, np.int32)
         all_parents[0] = -1
@@ -53,17 +60,26 @@ class Tree:
             depths[node] = depths[all_parents[node]] + 1
         sources = np.full(num + 1, source, np.uint8)
         sources[0] = SOURCE_TARGET
-        return cls(np.asarray([root, *tokens], np.int32), all_parents, depths, sources)
+        all_scores = np.ones(num + 1, np.float32)
+        if scores is not None:
+            all_scores[1:] = scores
+        return cls(np.asarray([root, *tokens], np.int32), all_parents, depths, sources, all_scores)
 
     def trimmed(self, max_nodes: int, max_depth: int) -> Tree:
         """Without nodes past a depth or a count. Parents precede children, so a prefix is always a tree."""
-        keep = np.flatnonzero(self.depths <= max_depth)[: max(1, max_nodes)]
+        keep = np.flatnonzero(self.depths <= max(0, max_depth))[: max(1, max_nodes)]
         if len(keep) == len(self.tokens):
             return self
         # Dropping by depth keeps ancestors, but moves indices: renumber the parents.
         where = np.full(len(self.tokens) + 1, -1, np.int32)
         where[keep] = np.arange(len(keep), dtype=np.int32)
-        return Tree(self.tokens[keep], where[self.parents[keep]], self.depths[keep], self.sources[keep])
+        return Tree(
+            self.tokens[keep],
+            where[self.parents[keep]],
+            self.depths[keep],
+            self.sources[keep],
+            self.scores[keep],
+        )
 
     def ancestor_mask(self) -> npt.NDArray[np.bool_]:
         """bool [N, N]: row i may attend to column j (j is i or an ancestor of i)."""
@@ -76,11 +92,13 @@ class Tree:
         return mask
 
 
-def is_tree(tokens: Sequence[int], parents: Sequence[int], vocab_size: int) -> bool:
+def is_tree(tokens: Sequence[int], parents: Sequence[int], scores: Sequence[float], vocab_size: int) -> bool:
     """Whether what came over a connection is a topological tree of known tokens (a draft worker may be wrong)."""
-    return len(tokens) == len(parents) and all(
-        -1 <= parent < node and 0 <= token < vocab_size
-        for node, (token, parent) in enumerate(zip(tokens, parents, strict=True))
+    if not len(tokens) == len(parents) == len(scores):
+        return False
+    return all(
+        -1 <= parent < node and 0 <= token < vocab_size and 0.0 <= score <= 1.0
+        for node, (token, parent, score) in enumerate(zip(tokens, parents, scores, strict=True))
     )
 
 
@@ -119,5 +137,7 @@ class DraftPatience:
 
     def missed(self) -> None:
         """The deadline passed without a reply."""
+        # It may have become slower for good: only a longer wait can tell.
+        self._smoothed_s = min(self._max_wait_s / 2, 2 * self._smoothed_s)
         self._skip = self._next_skip
         self._next_skip = min(1024, self._next_skip * 2)

@@ -19,7 +19,9 @@ SOURCE_TARGET = 0
 """The token was computed by the target at a node whose children missed (or that had none)."""
 SOURCE_DRAFT = 1
 """The token was proposed by a draft model and accepted."""
-SOURCE_NAMES = ("target", "draft")
+SOURCE_SUFFIX = 2
+"""The token was copied from the stream's own past, or another's, and accepted."""
+SOURCE_NAMES = ("target", "draft", "suffix")
 
 
 class Struct(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -200,7 +200,7 @@ class Peer(asyncio.Protocol):
         assert self._hello is not None
         them = Identity(welcome.worker_id, welcome.incarnation)
         expected = _prove(self._secret, "listening", self._hello, them, welcome.nonce)
-        if not hmac.compare_digest(expected, welcome.proof):
+        if len(welcome.nonce) != 16 or not hmac.compare_digest(expected, welcome.proof):
             self.close("the listening side does not know the link secret")
             return
         self.send(Proof(_prove(self._secret, "connecting", self._hello, them, welcome.nonce)))
@@ -278,10 +278,14 @@ async def connect(
                 lambda: Peer(me, secret, handler, connecting=True, liveness=limits), host, port
             )
             await asyncio.shield(peer.ready)
+    except asyncio.CancelledError:
+        if peer is not None:
+            peer.close("nobody waits for it")
+        raise
     except (OSError, TimeoutError) as error:
         if peer is not None:
             peer.close("handshake timed out")
-        raise WireError(f"cannot reach {host}:{port}: {error or type(error).__name__}") from error
+        raise WireError(f"cannot reach {host}:{port}: {str(error) or type(error).__name__}") from error
     assert peer.identity is not None
     if expect_incarnation is not None and peer.identity.incarnation != expect_incarnation:
         peer.close("another incarnation")

@@ -10,7 +10,7 @@ from typing import Any
 from ray import serve
 from ray.serve import Application
 
-from paceline.cluster.config import ClusterConfig, EngineConfig, Secrets
+from paceline.cluster.config import ClusterConfig, Secrets
 from paceline.deploy import replicas
 
 APP_NAME = "paceline"
@@ -20,16 +20,19 @@ def build_app(config: ClusterConfig, secrets: Secrets) -> Application:
     """The whole graph. Workers find each other through the router's directory; Serve only tells them where it is."""
     router = _deploy(replicas.RouterReplica, 1, config.router.num_cpus).bind(config, secrets)
     control = _deploy(replicas.ControlReplica, 1, config.control.num_cpus).bind(config, secrets, router)
-    prefill = _engines(replicas.PrefillReplica, config.prefill).bind(config, secrets, router)
-    decode = _engines(replicas.DecodeReplica, config.decode).bind(config, secrets, router)
-    draft = _engines(replicas.DraftReplica, config.draft).bind(config, secrets, router)
+    kinds = (
+        (replicas.PrefillReplica, config.prefill),
+        (replicas.DecodeReplica, config.decode),
+        (replicas.DraftReplica, config.draft),
+    )
+    engines = [
+        _deploy(kind, engine.replicas, engine.num_cpus, threads=engine.threads).bind(config, secrets, router)
+        for kind, engine in kinds
+        if engine.replicas > 0
+    ]
     gateway = _deploy(replicas.GatewayReplica, 1, config.gateway.num_cpus)
     # The root deployment must hold the others for Serve to deploy them; it uses the router's handle only.
-    return gateway.bind(config, secrets, router, [control, prefill, decode, draft])
-
-
-def _engines(replica: type, engine: EngineConfig) -> Any:
-    return _deploy(replica, engine.replicas, engine.num_cpus, threads=engine.threads)
+    return gateway.bind(config, secrets, router, [control, *engines])
 
 
 def _deploy(replica: type, num_replicas: int, num_cpus: float, *, threads: int = 1) -> Any:

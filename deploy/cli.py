@@ -313,18 +313,19 @@ def _speculation(config: ClusterConfig) -> str:
 
 
 def _print_ready(config: ClusterConfig, name: str, state: dict[str, Any], detach: bool) -> None:
-    url = state.get("gateway", "")
-    seconds = state.get("start_seconds", 0.0)
+    url, seconds = state.get("gateway", ""), state.get("start_seconds", 0.0)
     out.print(
         f"[green]ready[/green] in {seconds:.0f} s: {url}/v1   metrics: {state.get('control', '')}/metrics"
     )
-    body = json.dumps(
-        {"model": config.model.name, "stream": True, "messages": [{"role": "user", "content": "Read a file"}]}
+    messages = [{"role": "user", "content": "Write a Python function `read_file`."}]
+    body = json.dumps({"model": config.model.name, "stream": True, "messages": messages})
+    lines = (
+        f"  curl -N {url}/v1/chat/completions \\",
+        "    -H 'content-type: application/json' \\",
+        f"    -d '{body}'",
     )
-    out.print(
-        f"  curl -N {url}/v1/chat/completions -H 'content-type: application/json' \\\n    -d '{body}'",
-        markup=False,
-    )
+    for line in lines:  # to be copied: never wrapped
+        out.print(line, markup=False, soft_wrap=True)
     out.print(f"`paceline stop{_suffix(name)}` ends it" if detach else "Ctrl-C ends it")
 
 
@@ -334,3 +335,7 @@ def _suffix(name: str) -> str:
 
 def _url_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
+
+
+if __name__ == "__main__":
+    main()

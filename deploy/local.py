@@ -96,18 +96,24 @@ def supervise(folder: Path) -> None:
     state = read_state(folder)
     assert state is not None, f"{folder} has no state.json"
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    _catch_signals(stop)
     ray_folder = Path(tempfile.mkdtemp(prefix="paceline-", dir="/tmp"))  # short: sockets live below it
     try:
         _start(folder, state, ray_folder)
+        _catch_signals(stop)  # again: ray.init puts its own handlers in place
         while not stop.wait(1.0):
             continue
     except Exception as error:
         write_state(folder, {**state, "phase": "failed", "error": f"{type(error).__name__}: {error}"})
+        _keep_logs(ray_folder, folder)
         raise
     finally:
         _stop(ray_folder)
+
+
+def _catch_signals(stop: threading.Event) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
 
 
 def _start(folder: Path, state: dict[str, Any], ray_folder: Path) -> None:
@@ -118,6 +124,9 @@ def _start(folder: Path, state: dict[str, Any], ray_folder: Path) -> None:
         RAY_AUTH_TOKEN_PATH=str(ray_folder / "token"),
         RAY_USAGE_STATS_ENABLED="0",
         RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
+        # Ray replaces a loopback node address by the machine's own, unless it thinks that clusters of several
+        # machines are not wanted. On a laptop they are not: nothing should listen to the outside.
+        RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
     )
     for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN"):
         os.environ.pop(name, None)
@@ -158,6 +167,19 @@ def _stop(ray_folder: Path) -> None:
             ray.shutdown()
     end_processes(processes_of(os.environ[RUN_VARIABLE]), 3.0)
     shutil.rmtree(ray_folder, ignore_errors=True)
+
+
+def _keep_logs(ray_folder: Path, folder: Path) -> None:
+    """Ray's folder goes with the run; after a failed start its workers' logs are what explains it."""
+    target = folder / "failed-logs"
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    for source in [
+        *ray_folder.glob("session_latest/logs/worker-*.err"),
+        *ray_folder.glob("session_latest/logs/serve/*"),
+    ]:
+        if source.is_file() and source.stat().st_size:
+            shutil.copyfile(source, target / f"{source.stem}.log")
 
 
 def _write_token(path: Path) -> None:

@@ -14,6 +14,7 @@ import structlog
 import uvicorn
 from fastapi import FastAPI
 from ray import serve
+from ray.serve._private import replica as serve_replica
 
 from paceline.cluster import wire
 from paceline.cluster.config import ClusterConfig, Secrets, model_folder
@@ -25,6 +26,25 @@ from paceline.cluster.types import Role
 from paceline.deploy.logs import configure_logs
 
 log = structlog.get_logger(__name__)
+
+
+def _begin(role: str, config: ClusterConfig) -> None:
+    """First thing in every replica: logs, and Serve's own socket on our interface."""
+    configure_logs(role)
+    _bind_serve_to(config.link.interface)
+
+
+def _bind_serve_to(interface: str) -> None:
+    """Serve gives each replica a gRPC server on all interfaces, which takes pickled arguments from anybody.
+
+    The address is fixed in Serve's source, so the helper that binds it is replaced in this process.
+    """
+    original = getattr(serve_replica, "add_port_to_grpc_server", None)
+    if original is None:
+        log.warning("serve_port_open", reason="this Ray version binds it elsewhere; close it with a firewall")
+        return
+    host = f"[{interface}]" if ":" in interface else interface
+    serve_replica.add_port_to_grpc_server = lambda server, _address: original(server, f"{host}:0")
 
 
 def _name() -> str:
@@ -79,7 +99,7 @@ class RouterReplica:
     """The directory and the routing policy."""
 
     async def __init__(self, config: ClusterConfig, secrets: Secrets) -> None:  # type: ignore[misc]
-        configure_logs("router")
+        _begin("router", config)
         self._router = Router(config, wire.Identity(f"router-{_name()}", new_incarnation()))
         self._address = await self._router.start(secrets.link)
 
@@ -92,7 +112,7 @@ class ControlReplica:
     """Merged metrics and status on the operator's port."""
 
     async def __init__(self, config: ClusterConfig, secrets: Secrets, router: Any) -> None:  # type: ignore[misc]
-        configure_logs("control")
+        _begin("control", config)
         control = Control(config)
         self._http = _HttpListener(build_control_app(control), config.control.host, config.control.port)
         me = wire.Identity(f"control-{_name()}", new_incarnation())
@@ -116,7 +136,7 @@ class GatewayReplica:
         from paceline.cluster.gateway.ingress import build_app
         from paceline.cluster.gateway.text import Tokenizer
 
-        configure_logs("gateway")
+        _begin("gateway", config)
         metrics = Metrics()
         streams = ClusterStreams(config, metrics)
         me = wire.Identity(f"gateway-{_name()}", new_incarnation())
@@ -146,7 +166,7 @@ class _EngineReplica:
         from paceline.workers.draft import DraftWorker
         from paceline.workers.prefill import PrefillWorker
 
-        configure_logs(self.role)
+        _begin(self.role, config)
         workers = {"prefill": PrefillWorker, "decode": DecodeWorker, "draft": DraftWorker}
         self._worker = workers[self.role](config, secrets, name=_name(), resolve=_resolver(router))
         await self._worker.setup()

@@ -79,7 +79,7 @@ class Engine:
         Raises:
             RequestError: the stream could never fit.
         """
-        tokens = np.asarray([*request.prompt_ids, *resumed], np.int32)
+        tokens = [*request.prompt_ids, *resumed]
         stream = self._admit(
             request, epoch, tokens, len(request.prompt_ids), request.max_tokens - len(resumed)
         )
@@ -90,12 +90,12 @@ class Engine:
 
     def add_prefill(self, request: Request, *, epoch: int, token_ids: Sequence[int]) -> Stream:
         """Admit a stream that only computes the KV of these tokens."""
-        stream = self._admit(request, epoch, np.asarray(token_ids, np.int32), len(token_ids), 0)
+        stream = self._admit(request, epoch, token_ids, len(token_ids), 0)
         stream.prefill_only = True
         return stream
 
     def _admit(
-        self, request: Request, epoch: int, tokens: np.ndarray, num_prompt: int, num_new: int
+        self, request: Request, epoch: int, tokens: Sequence[int], num_prompt: int, num_new: int
     ) -> Stream:
         limit = min(self.max_context, self.pool.num_blocks * self.pool.block_size)
         if len(tokens) < 1 or len(tokens) + num_new > limit:
@@ -104,7 +104,7 @@ class Engine:
                 param="max_tokens",
                 code="context_length_exceeded",
             )
-        if int(tokens.min()) < 0 or int(tokens.max()) >= self.runner.vocab_size:
+        if min(tokens) < 0 or max(tokens) >= self.runner.vocab_size:
             raise RequestError(
                 f"prompt: token ids must be in 0..{self.runner.vocab_size - 1}", param="prompt"
             )

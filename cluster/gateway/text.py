@@ -17,6 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from paceline.cluster.errors import ModelError, RequestError
 
 _REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)
 
 
@@ -40,6 +41,11 @@ class Tokenizer:
         """No token stands for more characters than this."""
         self.hidden_ids = frozenset(id for id, token in added.items() if token.special)
         """Special tokens: part of the output, never of the text."""
+        self.byte_ids = frozenset(id for text, id in vocab.items() if _BYTE_TOKEN.fullmatch(text))
+        """Tokens `<0x00>` to `<0xFF>` of models that spell out rare characters in bytes."""
+        plain = (id for id in vocab.values() if id not in self.byte_ids and id not in self.hidden_ids)
+        self.plain_id = next((id for id in plain if self.decode([id]).isalnum()), None)
+        """Any token that is a text of its own."""
         self.bos_id = self._id_of("bos_token")
         self.stop_ids = self._find_stop_ids(folder)
         """Tokens with which the model ends its answer."""
@@ -162,7 +168,9 @@ class Detokenizer:
         self._window.append(token_id)
         self._text = self._tokenizer.decode(self._window)
         piece = self._take(_certain_len(self._text))
-        if len(self._window) > self._MAX_WINDOW:
+        if token_id in self._tokenizer.byte_ids and self._num_sent == len(self._text):
+            self._restart()
+        elif len(self._window) > self._MAX_WINDOW:
             self._shorten()
         return piece
 
@@ -174,6 +182,13 @@ class Detokenizer:
         piece = self._text[self._num_sent : end]
         self._num_sent = max(self._num_sent, end)
         return piece
+
+    def _restart(self) -> None:
+        """Byte tokens in a row decode all or nothing: a character that is whole must not depend on the next one."""
+        anchor = self._tokenizer.plain_id
+        self._window = [] if anchor is None else [anchor]
+        self._text = self._tokenizer.decode(self._window)
+        self._num_sent = len(self._text)
 
     def _shorten(self) -> None:
         rest = self._window[-self._KEEP :]

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 
 from paceline.cluster.config import SpeculationConfig
 from paceline.cluster.metrics import Metrics
@@ -238,11 +237,13 @@ class RemoteDrafter:
         if reply.base_len != stream.num_tokens or reply.prefix_hash != prefix_hash(stream.token_ids):
             self._metrics.draft_replies.labels("late").inc()
             return None
-        if len(reply.tokens) > _MAX_NODES or not is_tree(reply.tokens, reply.parents, self._vocab_size):
+        if len(reply.tokens) > _MAX_NODES or not is_tree(
+            reply.tokens, reply.parents, reply.scores, self._vocab_size
+        ):
             self._metrics.draft_replies.labels("malformed").inc()
             return None
         self._metrics.draft_replies.labels("used").inc()
         drafting = self._streams[stream.key]
         drafting.last_version = drafting.source.version
         root = int(stream.buffer[stream.num_tokens - 1])
-        return Tree.build(root, reply.tokens, reply.parents) if np.size(reply.tokens) else None
+        return Tree.build(root, reply.tokens, reply.parents, scores=reply.scores) if reply.tokens else None

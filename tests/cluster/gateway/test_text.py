@@ -287,10 +287,11 @@ def test_models_with_byte_tokens_sum_up_as_well(fallback: Tokenizer, ids: list[i
 
 
 def test_a_character_of_byte_tokens_waits_too(fallback: Tokenizer) -> None:
-    """There an incomplete character reads as several replacements."""
+    """There an incomplete character reads as several replacements, and so do whole ones before it."""
     ids = [*"h€😀".encode(), 257]
 
-    assert "".join(pieces_of(fallback, ids)) == fallback.decode(ids) == "h€😀h"
+    assert "".join(pieces_of(fallback, [*ids, *fallback.encode(" h")])) == "h€😀h h"
+    assert "".join(pieces_of(fallback, [*"€".encode(), *fallback.encode(" h")])) == "€ h"
     assert pieces_of(fallback, ids[:3]) == ["h", "", "", "\ufffd\ufffd"]
 
 
