@@ -184,7 +184,7 @@ class Scheduler:
         segment.num_rows = len(tree)
 
     def _take(self, stream: Stream, num_tokens: int, plan: Plan) -> bool:
-        """Blocks for `num_tokens`, preempting younger streams if needed; False, and nobody preempted, if in vain."""
+        """Blocks for `num_tokens`, preempting younger streams if needed; False, preempting nobody, if in vain."""
         if self._pool.try_extend(stream.key, num_tokens):
             return True
         younger = [s for s in self._streams.values() if s.arrival > stream.arrival and not s.is_blocked]

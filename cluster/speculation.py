@@ -67,19 +67,32 @@ class Tree:
 
     def trimmed(self, max_nodes: int, max_depth: int) -> Tree:
         """Without nodes past a depth or a count. Parents precede children, so a prefix is always a tree."""
-        keep = np.flatnonzero(self.depths <= max(0, max_depth))[: max(1, max_nodes)]
-        if len(keep) == len(self.tokens):
+        return self.select(np.flatnonzero(self.depths <= max(0, max_depth))[: max(1, max_nodes)])
+
+    def select(self, nodes: npt.NDArray[np.intp]) -> Tree:
+        """These nodes in this order: the root first, each parent kept and before its children."""
+        if len(nodes) == len(self.tokens) and bool((nodes[1:] > nodes[:-1]).all()):
             return self
-        # Dropping by depth keeps ancestors, but moves indices: renumber the parents.
-        where = np.full(len(self.tokens) + 1, -1, np.int32)
-        where[keep] = np.arange(len(keep), dtype=np.int32)
-        return Tree(
-            self.tokens[keep],
-            where[self.parents[keep]],
-            self.depths[keep],
-            self.sources[keep],
-            self.scores[keep],
-        )
+        where = np.full(len(self.tokens) + 1, -1, np.int32)  # the last entry answers the root's parent, -1
+        where[nodes] = np.arange(len(nodes), dtype=np.int32)
+        parents = where[self.parents[nodes]]
+        return Tree(self.tokens[nodes], parents, self.depths[nodes], self.sources[nodes], self.scores[nodes])
+
+    def path_products(self) -> npt.NDArray[np.float32]:
+        """float32 [N]: product of the scores from the root to each node, the chance that it ends up accepted."""
+        products = self.scores.copy()
+        for node in range(1, len(self.tokens)):
+            products[node] *= products[self.parents[node]]
+        return products
+
+    def sibling_ranks(self) -> npt.NDArray[np.int32]:
+        """int32 [N]: how many siblings stand before each node."""
+        ranks = np.zeros(len(self.tokens), np.int32)
+        seen: dict[int, int] = {}
+        for node, parent in enumerate(self.parents.tolist()):
+            ranks[node] = seen.get(parent, 0)
+            seen[parent] = ranks[node] + 1
+        return ranks
 
     def ancestor_mask(self) -> npt.NDArray[np.bool_]:
         """bool [N, N]: row i may attend to column j (j is i or an ancestor of i)."""
@@ -90,6 +103,52 @@ class Tree:
                 mask[node] = mask[self.parents[node]]
             mask[node, node] = True
         return mask
+
+
+def fuse(trees: Sequence[Tree]) -> Tree:
+    """Several sources' trees behind one root -> one: equal paths merge, a node keeps its best score and its source.
+
+    The most likely path comes first (then accepting it moves no KV), the rest by path product.
+    """
+    if len(trees) == 1:
+        return trees[0]
+    tokens, parents = [int(trees[0].tokens[0])], [-1]
+    sources, scores = [SOURCE_TARGET], [1.0]
+    index: dict[tuple[int, int], int] = {}
+    for tree in trees:
+        where = [0] * len(tree)
+        for node in range(1, len(tree)):
+            key = (where[tree.parents[node]], int(tree.tokens[node]))
+            at = index.get(key)
+            if at is None:
+                at = index[key] = len(tokens)
+                tokens.append(key[1])
+                parents.append(key[0])
+                sources.append(int(tree.sources[node]))
+                scores.append(float(tree.scores[node]))
+            elif tree.scores[node] > scores[at]:
+                scores[at], sources[at] = float(tree.scores[node]), int(tree.sources[node])
+            where[node] = at
+    merged = Tree.build(tokens[0], tokens[1:], [parent - 1 for parent in parents[1:]], scores=scores[1:])
+    merged.sources[:] = sources
+    return merged.select(spine_first(merged))
+
+
+def spine_first(tree: Tree) -> npt.NDArray[np.intp]:
+    """An order of the nodes: the most likely path, then the others by path product."""
+    products = tree.path_products()
+    spine, at = [0], 0
+    while True:
+        children = np.flatnonzero(tree.parents == at)
+        if len(children) == 0:
+            break
+        at = int(children[np.argmax(products[children])])
+        spine.append(at)
+    order = np.argsort(
+        -products, kind="stable"
+    )  # a child's product is at most its parent's: parents come first
+    rest = order[~np.isin(order, spine)]
+    return np.concatenate([np.asarray(spine, np.intp), rest.astype(np.intp)])
 
 
 def is_tree(tokens: Sequence[int], parents: Sequence[int], scores: Sequence[float], vocab_size: int) -> bool:

@@ -221,8 +221,9 @@ class Peer(asyncio.Protocol):
 
     def _check_liveness(self) -> None:
         now = self._loop.time()
-        # A loop that was itself held up must first read what has arrived meanwhile: hence one extra ping_s.
-        if now - self._last_received > self._liveness.dead_s:
+        assert self._timer is not None
+        # A loop that was itself held up must first read what has arrived meanwhile: the time this was due counts.
+        if self._timer.when() - self._last_received > self._liveness.dead_s:
             self.close(f"silent for {now - self._last_received:.1f} s")
             return
         if self.identity is not None and now - self._last_sent >= self._liveness.ping_s:

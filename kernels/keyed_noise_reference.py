@@ -42,9 +42,7 @@ def philox4x32(
 def noise_from_words(words: Tensor) -> Tensor:
     """32-bit words (int64) -> float32 Gumbel noise of the same shape."""
     u = (words.to(torch.float64) + 0.5) * 2.0**-32  # in (0, 1), exact
-    e = -torch.log1p(
-        -u
-    )  # E = -log(1 - u) in [1.1e-10, 22.9]; in float32 u would round to 1 and E to infinity
+    e = -torch.log1p(-u)  # E = -log(1 - u) <= 22.9; in float32 u would round to 1 and E to infinity
     return -torch.log(e.to(torch.float32))
 
 

@@ -21,8 +21,9 @@ from paceline.cluster.config import model_folder
 from paceline.cluster.speculation import prefix_hash
 from paceline.cluster.types import DraftAsk, DraftOpen, Drafts, DraftTree, Message, Sampling
 from paceline.workers.base import Worker
-from paceline.workers.model_runner import BatchBuilder, ModelRunner, load_runner
-from paceline.workers.sampling import SamplingRows, perturb
+from paceline.workers.model_batch import BatchBuilder
+from paceline.workers.model_runner import ModelRunner, load_runner
+from paceline.workers.sampling import CachedNoise, SamplingRows, perturb
 
 log = structlog.get_logger(__name__)
 
@@ -60,6 +61,7 @@ class DraftEngine:
         self._token_budget = token_budget
         self._streams: dict[str, DraftStream] = {}
         self._clock = 0
+        self._noise = CachedNoise()
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -67,18 +69,25 @@ class DraftEngine:
     def open(self, key: str, message: DraftOpen) -> None:
         """Start over with all tokens of a stream."""
         self.close(key)
-        tokens = np.asarray(message.token_ids, np.int32)
-        if len(tokens) and 0 <= tokens.min() and tokens.max() < self.runner.vocab_size:
+        if message.token_ids and self._is_known(message.token_ids):
+            tokens = np.asarray(message.token_ids, np.int32)
             self._streams[key] = DraftStream(key, message.request_id, message.sampling, tokens)
 
     def advance(self, key: str, base_len: int, known_hash: int, new: tuple[int, ...]) -> bool:
-        """Append committed tokens; False if this side does not hold the stream up to `base_len`."""
+        """Append committed tokens; False if this side does not hold the stream up to `base_len`, or lacks a token."""
         stream = self._streams.get(key)
         if stream is None or len(stream.tokens) != base_len or prefix_hash(stream.tokens) != known_hash:
             self.close(key)
             return False
+        if not self._is_known(new):
+            self.close(key)
+            return False
         stream.advance(new)
         return True
+
+    def _is_known(self, token_ids: tuple[int, ...]) -> bool:
+        """Whether this model has all these tokens; a target's vocabulary may be larger than its draft's."""
+        return all(0 <= token < self.runner.vocab_size for token in token_ids)
 
     def close(self, key: str) -> None:
         """Forget a stream."""
@@ -163,14 +172,14 @@ class DraftEngine:
             start = len(stream.tokens) - 1
             builder.add_chunk(self.pool.table(stream.key), stream.tokens[start:], start, keep_last=True)
             stream.num_computed = len(stream.tokens)
+            stream.spine = []
         return self.runner.forward(builder.build()[0])
 
-    @staticmethod
     def _children(
-        logits: Tensor, rows: SamplingRows, width: int
+        self, logits: Tensor, rows: SamplingRows, width: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """int64 [B, width] tokens, best perturbed score first, and float32 [B, width] draft probabilities (0: none)."""
-        top = perturb(logits, rows).topk(min(width, logits.shape[-1]), dim=-1)
+        top = perturb(logits, rows, self._noise).topk(min(width, logits.shape[-1]), dim=-1)
         heat = torch.where(rows.temperature > 0, rows.temperature, torch.ones_like(rows.temperature))
         probs = (logits / heat[:, None]).softmax(-1).gather(-1, top.indices)
         probs = torch.where(torch.isfinite(top.values), probs, torch.zeros_like(probs))

@@ -18,8 +18,9 @@ from paceline.cluster.metrics import Metrics
 from paceline.cluster.scheduler import Plan, Scheduler, Segment, Stream
 from paceline.cluster.types import SOURCE_NAMES, SOURCE_TARGET, FinishReason, Request
 from paceline.workers.drafters.base import Drafter
-from paceline.workers.model_runner import BatchBuilder, ModelRunner
-from paceline.workers.sampling import SamplingRows, choose
+from paceline.workers.model_batch import BatchBuilder
+from paceline.workers.model_runner import ModelRunner
+from paceline.workers.sampling import CachedNoise, SamplingRows, choose
 from paceline.workers.verifiers.match import match
 
 SegmentLayerHook = Callable[[Plan, int], None]
@@ -68,6 +69,7 @@ class Engine:
         self._drafter = drafter
         self._metrics = metrics or Metrics()
         self._arrivals = 0
+        self._noise = CachedNoise()
 
     # -- streams -----------------------------------------------------------------------------------------
 
@@ -181,7 +183,7 @@ class Engine:
         counts = [len(s.tree) if s.tree is not None else 1 for s in sampled]
         # The token a node decides stands one position behind the node.
         params = SamplingRows.build([s.stream.request.sampling for s in sampled], counts, positions + 1)
-        return choose(logits, params)
+        return choose(logits, params, self._noise)
 
     def _commit(self, plan: Plan, decided: np.ndarray, usable: np.ndarray) -> StepResult:
         result = StepResult()

@@ -7,13 +7,11 @@ Any Hugging Face decoder that uses the attention interface runs unforked: its at
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import (
@@ -26,85 +24,11 @@ from transformers import (
 
 from paceline.cluster.errors import ModelError
 from paceline.cluster.speculation import Tree
-from paceline.kernels.tree_attention import AttentionSegment, tree_attention
+from paceline.kernels.tree_attention import tree_attention
 from paceline.workers.kv_cache import KVCache
 from paceline.workers.layers import can_pack, pack_linears
-
-LayerHook = Callable[[int], None]
-
-
-@dataclass(slots=True)
-class PackedBatch:
-    """One forward. Legend: T rows.
-
-    input_ids, position_ids, slots: int64 [T]. keep: int64, rows whose logits are wanted, may be empty.
-    on_layer: called with a layer's index once its K and V of all rows are in the pool.
-    """
-
-    input_ids: Tensor
-    position_ids: Tensor
-    slots: Tensor
-    segments: list[AttentionSegment]
-    keep: Tensor
-    on_layer: LayerHook | None = None
-
-
-class BatchBuilder:
-    """Segments, one at a time -> one PackedBatch and the positions of its kept rows."""
-
-    def __init__(self, cache: KVCache) -> None:
-        self._cache = cache
-        self._ids: list[npt.NDArray[np.int32]] = []
-        self._positions: list[npt.NDArray[np.int64]] = []
-        self._slots: list[Tensor] = []
-        self._segments: list[AttentionSegment] = []
-        self._keep: list[npt.NDArray[np.int64]] = []
-        self._num_rows = 0
-
-    def add_chunk(self, table: list[int], ids: npt.NDArray[np.int32], start: int, *, keep_last: bool) -> None:
-        """Consecutive tokens from position `start` on, causal."""
-        num = len(ids)
-        self._add(table, ids, start, np.arange(start, start + num, dtype=np.int64), None)
-        if keep_last:
-            self._keep.append(np.asarray([self._num_rows - 1]))
-
-    def add_tree(self, table: list[int], tree: Tree, start: int) -> None:
-        """A draft tree whose root stands at position `start`; node i uses the slot of position start + i."""
-        own_mask = torch.from_numpy(tree.ancestor_mask()) if len(tree) > 1 else None
-        self._add(table, tree.tokens, start, start + tree.depths.astype(np.int64), own_mask)
-        self._keep.append(np.arange(self._num_rows - len(tree), self._num_rows))
-
-    def _add(
-        self,
-        table: list[int],
-        ids: npt.NDArray[np.int32],
-        start: int,
-        positions: npt.NDArray[np.int64],
-        own_mask: Tensor | None,
-    ) -> None:
-        num = len(ids)
-        key_slots = self._cache.slots(table, 0, start + num)
-        self._ids.append(ids)
-        self._positions.append(positions)
-        self._slots.append(key_slots[start:])
-        self._segments.append(
-            AttentionSegment(self._num_rows, num, start, key_slots, torch.from_numpy(positions), own_mask)
-        )
-        self._num_rows += num
-
-    def build(self, on_layer: LayerHook | None = None) -> tuple[PackedBatch, npt.NDArray[np.int64]]:
-        """The batch, and int64 positions of its kept rows."""
-        positions = np.concatenate(self._positions)
-        keep = np.concatenate(self._keep) if self._keep else np.empty(0, np.int64)
-        batch = PackedBatch(
-            torch.from_numpy(np.concatenate(self._ids).astype(np.int64)),
-            torch.from_numpy(positions),
-            torch.cat(self._slots),
-            self._segments,
-            torch.from_numpy(keep),
-            on_layer,
-        )
-        return batch, positions[keep]
+from paceline.workers.lean import LeanDecoder
+from paceline.workers.model_batch import BatchBuilder, PackedBatch
 
 
 @dataclass(slots=True)
@@ -147,11 +71,16 @@ def _attention(
 
 AttentionInterface.register("paceline", _attention)
 
+_LEAN_TOLERANCE = 1e-4
+"""Largest difference of lean and plain logits, relative to the largest logit: rounding, nothing else."""
+
 
 class ModelRunner:
     """One model and its KV pool on one device."""
 
-    def __init__(self, model: PreTrainedModel, version: str, *, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, version: str, *, num_blocks: int, block_size: int, lean: bool = True
+    ) -> None:
         config = text_config(model.config)
         self.version = version
         self.vocab_size = int(config.vocab_size)
@@ -165,11 +94,49 @@ class ModelRunner:
             block_size=block_size,
             model_version=version,
         )
-        self._model = model
+        self._model: PreTrainedModel | None = model
+        self._lean: LeanDecoder | None = None
+        self.path = "transformers"
+        """Which forward runs: "lean", or "transformers" and why not lean."""
+        if lean:
+            self._try_lean(config)
+        if can_pack() and self._lean is None:
+            pack_linears(model)
+
+    def _try_lean(self, config: Any) -> None:
+        """Take the lean path if the family allows it and its logits are the plain ones; else say why not."""
+        assert self._model is not None
+        reason = LeanDecoder.why_not(config) if can_pack() else "no oneDNN"
+        if reason:
+            self.path = f"transformers: {reason}"
+            return
+        plain = self._probe()
+        self._lean = LeanDecoder(self._model, self.max_context)
+        difference = float((self._probe() - plain).abs().max())
+        if difference > _LEAN_TOLERANCE * max(1.0, float(plain.abs().max())):
+            self._lean = None
+            self.path = f"transformers: lean logits differ by {difference:.1e}"
+            return
+        self.path = "lean"
+        self._model = None  # its weights live on, repacked
+
+    def _probe(self) -> Tensor:
+        """Logits of a chunk and a tree of fixed tokens, on blocks that nobody owns yet."""
+        num_blocks = min(self.cache.num_blocks, -(-40 // self.cache.block_size))
+        num = min(24, num_blocks * self.cache.block_size - 8, self.max_context - 8)
+        ids = ((np.arange(num + 5) * 7919 + 13) % self.vocab_size).astype(np.int32)
+        table = list(range(num_blocks))
+        chunk, tree = BatchBuilder(self.cache), BatchBuilder(self.cache)
+        chunk.add_chunk(table, ids[:num], 0, keep_last=True)
+        tree.add_tree(table, Tree.build(int(ids[num]), ids[num + 1 :].tolist(), [-1, 0, -1, 0]), num)
+        return torch.cat([self.forward(chunk.build()[0]), self.forward(tree.build()[0])])
 
     @torch.inference_mode()
     def forward(self, batch: PackedBatch) -> Tensor:
         """Run one packed batch; float32 logits [len(keep), V]."""
+        if self._lean is not None:
+            return self._lean.forward(batch, self.cache)
+        assert self._model is not None
         common = {
             "input_ids": batch.input_ids[None],
             "position_ids": batch.position_ids[None],
@@ -184,24 +151,25 @@ class ModelRunner:
 
 
 def load_runner(
-    folder: Path, *, kv_memory_mb: int, block_size: int, packed: bool = True
+    folder: Path, *, kv_memory_mb: int, block_size: int, lean: bool = True
 ) -> tuple[ModelRunner, str]:
     """Load weights and make the pool; also returns why the pool has the size it has.
+
+    `lean=False` keeps to the plain Hugging Face forward.
 
     Raises:
         ModelError: the folder, its weights or its family cannot be used.
     """
     config = load_model_config(folder)
     model = load_model(folder, config)
-    if packed and can_pack():
-        pack_linears(model)
     layers, heads, dim = kv_shape(text_config(config))
     per_block = KVCache.bytes_per_token(layers, heads, dim) * block_size
     num_blocks = (kv_memory_mb << 20) // per_block
     if num_blocks < 1:
         raise ModelError(f"kv_memory_mb={kv_memory_mb}: not room for one block of {per_block} bytes")
     reason = f"{kv_memory_mb} MB / ({per_block} bytes a block of {block_size} tokens)"
-    return ModelRunner(model, weights_version(folder), num_blocks=num_blocks, block_size=block_size), reason
+    version = weights_version(folder)
+    return ModelRunner(model, version, num_blocks=num_blocks, block_size=block_size, lean=lean), reason
 
 
 def load_model_config(folder: Path) -> PreTrainedConfig:

@@ -8,8 +8,10 @@ Legend: R rows (nodes), V vocabulary.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -63,7 +65,63 @@ class SamplingRows:
         )
 
 
-def perturb(logits_RV: Tensor, rows: SamplingRows) -> Tensor:
+class NoiseSource(Protocol):
+    """Where rows of noise come from. Whatever the source, the numbers are those of `keyed_noise`."""
+
+    def rows(self, rows: SamplingRows, num_ids: int) -> Tensor:
+        """float32 [R, num_ids]."""
+        ...
+
+
+class DirectNoise:
+    """Computed when asked: the plain twin. Siblings share a row, so each distinct key is computed once."""
+
+    def rows(self, rows: SamplingRows, num_ids: int) -> Tensor:
+        keys = torch.stack([rows.seeds, rows.choices, rows.prompts, rows.positions], dim=1)
+        distinct, inverse = torch.unique(keys, dim=0, return_inverse=True)
+        noise = gumbel_vocabulary(distinct[:, 0], distinct[:, 3], distinct[:, 1], distinct[:, 2], num_ids)
+        return noise[inverse]
+
+
+class CachedNoise:
+    """Computed for 16 positions of a stream at once: the counter arithmetic costs the same for one row or sixteen.
+
+    A stream asks for most positions several times (siblings, redrafts, the verify step), and for the next ones soon.
+    """
+
+    def __init__(self, max_bytes: int = 32 << 20, span: int = 16) -> None:
+        self._max_bytes = max_bytes
+        self._span = span
+        self._blocks: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
+        self._bytes = 0
+
+    def rows(self, rows: SamplingRows, num_ids: int) -> Tensor:
+        keys = torch.stack([rows.seeds, rows.choices, rows.prompts, rows.positions], dim=1).tolist()
+        return torch.stack(
+            [self._row((seed, choice, prompt), at, num_ids) for seed, choice, prompt, at in keys]
+        )
+
+    def _row(self, stream: tuple[int, int, int], position: int, num_ids: int) -> Tensor:
+        block, offset = divmod(position, self._span)
+        key = (*stream, block, num_ids)
+        noise = self._blocks.get(key)
+        if noise is None:
+            noise = self._compute(stream, block, num_ids)
+            self._blocks[key] = noise
+            self._bytes += noise.nbytes
+            while self._bytes > self._max_bytes and len(self._blocks) > 1:
+                self._bytes -= self._blocks.popitem(last=False)[1].nbytes
+        else:
+            self._blocks.move_to_end(key)
+        return noise[offset]
+
+    def _compute(self, stream: tuple[int, int, int], block: int, num_ids: int) -> Tensor:
+        positions = torch.arange(block * self._span, (block + 1) * self._span)
+        same = [torch.full_like(positions, value) for value in stream]
+        return gumbel_vocabulary(same[0], positions, same[1], same[2], num_ids)
+
+
+def perturb(logits_RV: Tensor, rows: SamplingRows, noise: NoiseSource | None = None) -> Tensor:
     """Scores whose argmax is the decided token: processed logits plus keyed noise (none at temperature 0).
 
     Target and draft both call this: with the same key they draw with the same noise, which is what couples them.
@@ -74,19 +132,15 @@ def perturb(logits_RV: Tensor, rows: SamplingRows) -> Tensor:
     if rows.is_greedy:
         return logits_RV
     scores = filter_logits(logits_RV, rows.temperature, rows.top_k, rows.top_p, rows.min_p)
-    return scores + _noise(rows, logits_RV.shape[-1])
+    drawn = (noise or DirectNoise()).rows(rows, logits_RV.shape[-1])
+    if bool((rows.temperature > 0).all()):
+        return scores + drawn
+    return torch.where((rows.temperature > 0)[:, None], scores + drawn, scores)
 
 
-def choose(logits_RV: Tensor, rows: SamplingRows) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+def choose(
+    logits_RV: Tensor, rows: SamplingRows, noise: NoiseSource | None = None
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     """The decided token of each row, and whether the row was usable (no NaN, something left to draw)."""
-    best = perturb(logits_RV, rows).max(dim=-1)
+    best = perturb(logits_RV, rows, noise).max(dim=-1)
     return best.indices.numpy(), torch.isfinite(best.values).numpy()
-
-
-def _noise(rows: SamplingRows, num_ids: int) -> Tensor:
-    """Noise [R, V]; siblings share a row of noise, so each distinct (stream, position) is computed once."""
-    keys = torch.stack([rows.seeds, rows.choices, rows.prompts, rows.positions], dim=1)
-    distinct, inverse = torch.unique(keys, dim=0, return_inverse=True)
-    noise = gumbel_vocabulary(distinct[:, 0], distinct[:, 3], distinct[:, 1], distinct[:, 2], num_ids)
-    noise = noise[inverse]
-    return torch.where((rows.temperature > 0)[:, None], noise, torch.zeros_like(noise))

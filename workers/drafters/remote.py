@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-
 from paceline.cluster.config import SpeculationConfig
 from paceline.cluster.metrics import Metrics
 from paceline.cluster.scheduler import Stream
