@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from paceline.cluster.errors import ConfigError
 
@@ -58,12 +58,14 @@ class RouterConfig(Section):
     """Directory and routing policy."""
 
     num_cpus: Cpus = 0.05
+    """Ray's share for placement, not a limit."""
 
 
 class EngineConfig(Section):
     """What prefill, decode and draft workers have in common."""
 
     replicas: Annotated[int, Field(ge=0, le=1024)] = 1
+    """Processes of this role."""
     threads: Threads = 1
     """OpenMP threads. One for small models; waiting is passive, since spinning threads ruin their neighbours."""
     num_cpus: Cpus = 0.25
@@ -84,26 +86,32 @@ class DecodeConfig(EngineConfig):
     """Workers that generate. Without prefill workers they compute prompts too; without draft workers, no drafts."""
 
     replicas: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Processes of this role; at least one."""
 
 
 class DraftConfig(EngineConfig):
     """Workers that propose."""
 
     kv_memory_mb: Annotated[int, Field(ge=1, le=1 << 20)] = 32
+    """Memory of the draft's own KV pool; a draft has fewer and smaller layers than its target."""
 
 
 class ControlConfig(Section):
     """The operator's listener: /metrics and /admin/api."""
 
     host: str = "127.0.0.1"
+    """Interface to listen on. Loopback by default: these routes are for operators."""
     port: Port = 8001
+    """0 picks a free port, printed at start."""
     num_cpus: Cpus = 0.05
+    """Ray's share for placement, not a limit."""
 
 
 class SpeculationConfig(Section):
     """How much is drafted. The text never depends on it."""
 
     enabled: bool = True
+    """Whether anything is drafted at all."""
     depth: Annotated[int, Field(ge=1, le=16)] = 4
     """Draft tokens in a row."""
     width: Annotated[int, Field(ge=1, le=8)] = 2
@@ -125,8 +133,17 @@ class LinkConfig(Section):
     first_reserve_s: Annotated[float, Field(ge=0.2, le=600)] = 20.0
     """How long a stream waits for its prefill worker to start before the decode worker computes the prompt."""
     ping_s: Annotated[float, Field(ge=0.05, le=60)] = 1.0
+    """An idle connection sends a ping this often."""
     dead_s: Annotated[float, Field(ge=0.2, le=600)] = 4.0
     """A peer silent for this long is dead."""
+
+    @model_validator(mode="after")
+    def _pings_before_death(self) -> LinkConfig:
+        if self.dead_s < 2 * self.ping_s:
+            raise ValueError(
+                f"link.dead_s={self.dead_s}: expected at least 2 * link.ping_s = {2 * self.ping_s}"
+            )
+        return self
 
 
 class KVConfig(Section):
@@ -261,10 +278,17 @@ def _explain(item: Mapping[str, Any]) -> str:
     field = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
         return f"{field}: unknown field; `paceline explain` lists all of them"
+    if item["type"] == "value_error":  # a rule over several fields, which wrote its own message
+        return str(item["msg"]).removeprefix("Value error, ")
     context = item.get("ctx") or {}
     bounds = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
     legal = " and ".join(f"{sign} {context[name]}" for name, sign in bounds.items() if name in context)
-    return f"{field}={item['input']!r}: expected {legal or item['msg']}{_range(field)}"
+    return f"{field}={item['input']!r}: expected {legal or _plain(item['msg'])}{_range(field)}"
+
+
+def _plain(message: str) -> str:
+    """pydantic's words without their beginning: "Input should be a valid integer" -> "a valid integer"."""
+    return message.removeprefix("Input should be ")
 
 
 def _range(field: str) -> str:

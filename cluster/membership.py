@@ -162,7 +162,15 @@ class Member:
             log.warning("router_lost", reason=peer.close_reason)
             return
         assert peer.identity is not None
-        self._peers.pop(peer.identity.incarnation, None)
+        dial = self._peers.get(peer.identity.incarnation)
+        if (
+            dial is not None
+            and dial.done()
+            and not dial.cancelled()
+            and not dial.exception()
+            and dial.result() is peer
+        ):
+            del self._peers[peer.identity.incarnation]
         self._resident.on_peer_lost(peer)
 
     # -- background --------------------------------------------------------------------------------------

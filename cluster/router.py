@@ -54,6 +54,10 @@ def choose(route: Route, workers: Iterable[WorkerInfo], *, min_remote_tokens: in
     return Assignment(route.request_id, route.epoch, decodes[0], prefill, draft, reason)
 
 
+def _address(worker: WorkerInfo) -> tuple[int, str, int]:
+    return worker.incarnation, worker.host, worker.port
+
+
 class DirectoryState:
     """The last word of every worker. One entry per worker id; a new incarnation replaces the old one."""
 
@@ -67,11 +71,7 @@ class DirectoryState:
         if old is not None and old.incarnation > worker.incarnation:
             return False
         self._workers[worker.worker_id] = worker
-        changed = old is None or (old.incarnation, old.state, old.port) != (
-            worker.incarnation,
-            worker.state,
-            worker.port,
-        )
+        changed = old is None or _address(old) != _address(worker) or old.state != worker.state
         self.revision += changed
         return changed
 
@@ -158,6 +158,8 @@ class Router:
     def on_close(self, peer: wire.Peer) -> None:
         self._peers.discard(peer)
         identity = peer.identity
+        if identity is not None:
+            self._in_flight.pop(identity.incarnation, None)
         if identity is not None and self._state.drop(identity.worker_id, identity.incarnation):
             log.warning("worker_lost", worker=identity.worker_id, reason=peer.close_reason)
             self._broadcast()

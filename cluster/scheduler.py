@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.cluster.blocks import BlockPool
+from paceline.cluster.errors import IntegrityError
 from paceline.cluster.speculation import Tree
 from paceline.cluster.types import Request
 
@@ -37,8 +38,8 @@ class Stream:
     num_computed: int = 0
     """Leading tokens whose KV is in the pool."""
     num_preempted: int = 0
-    first_start: int = 0
-    """num_tokens when this attempt began: what came before was emitted by an earlier attempt."""
+    is_draft_banned: bool = False
+    """Its last tree came back with NaN: the next step is plain."""
 
     @property
     def key(self) -> str:
@@ -67,6 +68,11 @@ class Stream:
     def num_allowed(self) -> int:
         """Output tokens that may still follow."""
         return min(self.request.max_tokens - self.num_output, len(self.buffer) - self.num_tokens)
+
+    @property
+    def can_draft(self) -> bool:
+        """A draft could help: it is wanted, and more than one token may still come."""
+        return self.request.speculate and self.num_allowed > 1 and not self.is_draft_banned
 
     def append(self, token_ids: list[int]) -> None:
         """Add committed tokens."""
@@ -158,7 +164,9 @@ class Scheduler:
         for stream in ready:
             if left < 1 or len(plan.segments) >= self._max_streams:
                 break
-            if stream.is_caught_up or stream.num_missing == 0 or stream in plan.preempted:
+            if stream in plan.preempted:
+                break  # younger streams must not take the blocks it gave up
+            if stream.is_caught_up or stream.num_missing == 0:
                 continue
             num_rows = min(left, stream.num_missing)
             if not self._take(stream, stream.num_computed + num_rows, plan):
@@ -204,9 +212,9 @@ class Scheduler:
         """No block is owned by a stream that is gone, and no stream claims KV it has no blocks for."""
         self._pool.check_integrity()
         for owner in self._pool.owners():
-            assert owner in self._streams, f"{owner} is gone and still owns blocks"
+            if owner not in self._streams:
+                raise IntegrityError(f"{owner} is gone and still owns blocks")
         for stream in self._streams.values():
             held = len(self._pool.table(stream.key)) * self._pool.block_size
-            assert stream.num_computed <= held, (
-                f"{stream.key}: {stream.num_computed} computed, room for {held}"
-            )
+            if stream.num_computed > held:
+                raise IntegrityError(f"{stream.key}: {stream.num_computed} computed, room for {held}")

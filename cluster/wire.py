@@ -94,7 +94,7 @@ class Peer(asyncio.Protocol):
         self._nonce = os.urandom(16)
         self._loop = asyncio.get_running_loop()
         self._last_received = self._loop.time()
-        self._last_sent = self._last_received
+        self._last_sent = self._began = self._last_received
         self._timer: asyncio.TimerHandle | None = None
         self.identity: Identity | None = None
         self.ready: asyncio.Future[None] = self._loop.create_future()
@@ -225,6 +225,9 @@ class Peer(asyncio.Protocol):
         # A loop that was itself held up must first read what has arrived meanwhile: the time this was due counts.
         if self._timer.when() - self._last_received > self._liveness.dead_s:
             self.close(f"silent for {now - self._last_received:.1f} s")
+            return
+        if self.identity is None and now - self._began > self._liveness.dead_s:
+            self.close("the handshake took too long")
             return
         if self.identity is not None and now - self._last_sent >= self._liveness.ping_s:
             self.send(Ping())

@@ -31,6 +31,10 @@ _IDLE_S = 0.05
 """How long an engine thread without work sleeps before it looks at its deadlines."""
 
 
+_STUCK_S = 0.002
+"""The same with work that cannot go on: its blocks are held by streams that wait for their KV."""
+
+
 class Worker:
     """Base of prefill, decode and draft workers. Subclasses fill in the engine thread's four methods."""
 
@@ -47,6 +51,7 @@ class Worker:
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"{self.role}-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_stuck = False
 
     # -- what a subclass provides (engine thread) --------------------------------------------------------
 
@@ -58,8 +63,8 @@ class Worker:
         """Whether `step` would do something now."""
         raise NotImplementedError
 
-    def step(self) -> None:
-        """Do one step's worth of work."""
+    def step(self) -> bool:
+        """Do one step's worth of work; False if nothing could be done now (no free blocks)."""
         raise NotImplementedError
 
     def tick(self) -> None:
@@ -139,8 +144,7 @@ class Worker:
         try:
             while self._drain_inbox():
                 self.tick()
-                if self.has_work():
-                    self.step()
+                self._is_stuck = self.has_work() and not self.step()
         except BaseException as error:
             log.exception("engine_died", worker=self.member.me.worker_id)
             self.failure = error
@@ -150,10 +154,14 @@ class Worker:
 
     def _drain_inbox(self) -> bool:
         """Run all waiting jobs; wait for one if there is no other work. False when told to stop."""
-        wait = not self.has_work()
+        wait = self._is_stuck or not self.has_work()
         while True:
             try:
-                job = self._inbox.get(timeout=_IDLE_S) if wait else self._inbox.get_nowait()
+                job = (
+                    self._inbox.get(timeout=_STUCK_S if self._is_stuck else _IDLE_S)
+                    if wait
+                    else self._inbox.get_nowait()
+                )
             except queue.Empty:
                 return True
             if job is None:

@@ -158,9 +158,11 @@ class DecodeWorker(Worker):
 
     def _generate(self, gateway: wire.Peer, message: Generate) -> None:
         request, epoch = message.request, message.epoch
+        key = f"{request.id}/{epoch}"
+        if key in self._sessions:
+            return  # said twice
         for old in [s for s in self._sessions.values() if s.stream.request.id == request.id]:
             self._forget(old, "superseded")
-        key = f"{request.id}/{epoch}"
         num_remote = len(request.prompt_ids) + len(message.resumed) - 1
         if message.draft is not None and request.speculate:
             self._drafter.route(key, message.draft)
@@ -356,15 +358,17 @@ class DecodeWorker(Worker):
     def has_work(self) -> bool:
         return self._engine.has_work
 
-    def step(self) -> None:
+    def step(self) -> bool:
         frames: dict[wire.Peer, list[Delta]] = {}
-        for emission in self._engine.step().emissions:
+        result = self._engine.step()
+        for emission in result.emissions:
             session = self._sessions[emission.stream.key]
             frames.setdefault(session.gateway, []).append(self._delta(session, emission))
             if emission.finish is not None:
                 del self._sessions[emission.stream.key]
         for gateway, deltas in frames.items():
             gateway.send_threadsafe(Deltas(tuple(deltas)))
+        return result.num_rows > 0
 
     def _delta(self, session: Session, emission: Emission) -> Delta:
         kv_source, kv_bytes = "", 0

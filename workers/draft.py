@@ -242,7 +242,7 @@ class DraftWorker(Worker):
     def has_work(self) -> bool:
         return bool(self._asks)
 
-    def step(self) -> None:
+    def step(self) -> bool:
         """Apply everything that was asked, draft once for all, answer each peer's newest ask."""
         asks, self._asks = self._asks, []
         latest: dict[wire.Peer, DraftAsk] = {}
@@ -262,6 +262,7 @@ class DraftWorker(Worker):
             lost = unknown[peer] | {members[key] for key in dropped if key in members}
             if mine or lost:
                 peer.send_threadsafe(Drafts(ask.step, self._engine.runner.version, mine, tuple(sorted(lost))))
+        return True
 
     def _apply(self, peer: wire.Peer, ask: DraftAsk, wanted: dict[str, str], unknown: set[str]) -> None:
         prefix = _prefix(peer)

@@ -43,10 +43,14 @@ class Emission:
 
 @dataclass(slots=True)
 class StepResult:
-    """emissions: streams with new tokens or an end. computed: prefill-only streams whose KV is now complete."""
+    """emissions: streams with new tokens or an end. computed: prefill-only streams whose KV is now complete.
+
+    num_rows is 0 when nothing could be planned: there is no work, or no block for it.
+    """
 
     emissions: list[Emission] = field(default_factory=list)
     computed: list[Stream] = field(default_factory=list)
+    num_rows: int = 0
 
 
 class Engine:
@@ -112,9 +116,7 @@ class Engine:
             )
         buffer = np.zeros(len(tokens) + max(0, num_new), np.int32)
         buffer[: len(tokens)] = tokens
-        stream = Stream(
-            request, epoch, buffer, len(tokens), num_prompt, self._arrivals, first_start=len(tokens)
-        )
+        stream = Stream(request, epoch, buffer, len(tokens), num_prompt, self._arrivals)
         self._arrivals += 1
         self.scheduler.add(stream)
         return stream
@@ -144,7 +146,9 @@ class Engine:
         decided, usable = self._forward(plan, hook)
         result = self._commit(plan, decided, usable)
         if self._drafter is not None:
-            running = [e.stream for e in result.emissions if e.finish is None and e.stream.request.speculate]
+            running = [
+                e.stream for e in result.emissions if e.tokens and e.finish is None and e.stream.can_draft
+            ]
             if running:
                 self._drafter.observe(running)
         self._metrics.steps.inc()
@@ -154,8 +158,7 @@ class Engine:
     def _propose(self, plan: Plan) -> None:
         if self._drafter is None:
             return
-        # Nothing to propose where one token is all that may still come.
-        segments = [s for s in plan.caught_up if s.stream.request.speculate and s.stream.num_allowed > 1]
+        segments = [s for s in plan.caught_up if s.stream.can_draft]
         if not segments:
             return
         trees = self._drafter.propose([segment.stream for segment in segments])
@@ -186,7 +189,7 @@ class Engine:
         return choose(logits, params, self._noise)
 
     def _commit(self, plan: Plan, decided: np.ndarray, usable: np.ndarray) -> StepResult:
-        result = StepResult()
+        result = StepResult(num_rows=plan.num_rows)
         at = 0
         for segment in plan.segments:
             stream = segment.stream
@@ -216,8 +219,16 @@ class Engine:
             verdict = match(tree, decided)
             path, emitted, num_drafted = verdict.path, verdict.emitted, tree.num_drafted
             is_usable = bool(usable[[0, *path]].all())
-            self._compact(stream, segment.start, path)
+            if is_usable:
+                self._compact(stream, segment.start, path)
             stream.num_computed = segment.start + 1 + len(path)
+        if not is_usable and num_drafted:
+            # One draft node with NaN spoils its whole tree (0 * NaN in the weighted sum). Nothing is committed; the
+            # next step has no draft, and only if that is unusable as well is it the model's own fault.
+            stream.num_computed = segment.start
+            stream.is_draft_banned = True
+            return Emission(stream, start, (), b"", num_drafted)
+        stream.is_draft_banned = False
         if not is_usable:
             message = f"the model gave no usable logits at position {stream.num_tokens}"
             return Emission(stream, start, (), b"", num_drafted, "error", message)

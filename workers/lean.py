@@ -88,7 +88,8 @@ class LeanDecoder:
             norm_mlp=layer.post_attention_layernorm.weight.detach(),
             gate_up=PackedLinear(_stack(mlp.gate_proj, mlp.up_proj)),
             down=PackedLinear(mlp.down_proj),
-            window=getattr(attention, "sliding_window", None),
+            # Per layer where layers differ, else for the whole model.
+            window=getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None)),
         )
 
     def forward(self, batch: PackedBatch, cache: KVCache) -> Tensor:

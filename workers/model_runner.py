@@ -113,7 +113,7 @@ class ModelRunner:
         plain = self._probe()
         self._lean = LeanDecoder(self._model, self.max_context)
         difference = float((self._probe() - plain).abs().max())
-        if difference > _LEAN_TOLERANCE * max(1.0, float(plain.abs().max())):
+        if not difference <= _LEAN_TOLERANCE * max(1.0, float(plain.abs().max())):  # NaN is refused too
             self._lean = None
             self.path = f"transformers: lean logits differ by {difference:.1e}"
             return

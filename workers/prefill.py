@@ -52,7 +52,7 @@ class JobState(Enum):
 
 @dataclass(slots=True, eq=False)
 class PrefillJob:
-    """One hand-off, from here. Its blocks are the stream's; `_end` frees them in every outcome."""
+    """One hand-off, from here. Its blocks are the stream's, until all is staged or the hand-off ends."""
 
     message: Prefill
     gateway: wire.Peer
@@ -255,16 +255,20 @@ class PrefillWorker(Worker):
     def has_work(self) -> bool:
         return self._engine.has_work
 
-    def step(self) -> None:
+    def step(self) -> bool:
         result = self._engine.step(on_layer=self._stream_layer)
         for stream in result.computed:
-            job = self._by_stream[stream.key]
+            # Every row is staged with the link by now: the pool's blocks are free for the next prompt.
+            job = self._by_stream.pop(stream.key)
+            self._engine.remove(stream)
+            job.stream = None
             job.state = JobState.COMMITTING
             job.deadline = time.monotonic() + self.config.link.lease_s
             request_id, epoch = job.key
             job.decode.send_threadsafe(
                 Commit(request_id, epoch, self.member.me.incarnation, job.num_tokens, job.num_messages)
             )
+        return result.num_rows > 0
 
     def _stream_layer(self, plan: Plan, layer: int) -> None:
         """One layer's K and V of this step's chunks are in the pool: stage, digest, announce."""

@@ -129,6 +129,8 @@ class ClusterStreams:
 
     async def run(self, request: Request, report: StreamReport) -> AsyncIterator[StreamEvent]:
         """See `Streams.run`."""
+        # Workers know streams of many gateways, whose clients may choose equal request ids.
+        request = msgspec.structs.replace(request, id=f"{request.id}@{self.member.me.incarnation:x}")
         output: list[int] = []
         avoid: list[int] = []
         epoch = 0

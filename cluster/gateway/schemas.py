@@ -166,7 +166,8 @@ class GenerationRequest(Body):
         """How one choice of one prompt is drawn; a negative seed is read as its 64 bits."""
         return Sampling(
             seed=seed % (1 << 64),
-            temperature=self.temperature,
+            # Below this the division overflows for large logits, and nothing but the argmax can win anyway.
+            temperature=self.temperature if self.temperature >= 1e-4 else 0.0,
             top_k=max(self.top_k, 0),
             top_p=self.top_p,
             min_p=self.min_p,

@@ -73,7 +73,14 @@ def test_the_ends_of_a_range_are_legal(name: str, field: FieldInfo) -> None:
     """The range that an error names can be used to its last value."""
     ends = limits(field)
     for value in (end for bound, end in ends.items() if bound in ("ge", "le")):
-        assert at(load_config(None, [f"{name}={value}"]), name) == value
+        # A peer must be silent for two pings before it is dead: the two fields move together.
+        other = {"link.ping_s": "link.dead_s=600", "link.dead_s": "link.ping_s=0.05"}.get(name)
+        assert at(load_config(None, [f"{name}={value}", *([other] if other else [])]), name) == value
+
+
+def test_a_peer_cannot_be_dead_before_two_pings() -> None:
+    """A rule over two fields names both and the bound."""
+    assert error_of("link.dead_s=1.5") == "link.dead_s=1.5: expected at least 2 * link.ping_s = 2.0"
 
 
 def test_every_number_has_two_ends() -> None:

@@ -46,15 +46,23 @@ _MAX_VISITS = 96
 """Nodes looked at in one search or insertion: bounds the cost of texts made to unbalance a tree."""
 _MAX_MATCHES = 3
 """Lengths of match that one draft is made from."""
+_ENOUGH = 24
+"""A match of this length is followed alone: shorter ones would change little."""
 _MAX_ENDS = 16
 """Occurrences that one draft is made from, the longest and latest ones."""
 _MAX_CONTEXT = 32_768
 """Tokens of a stream that are indexed when it is opened: its last ones."""
 _WORK_PER_CALL = 32_768
 """Nodes visited and tokens indexed by one call of a drafter: about 10 ms. The rest waits for the next call."""
-_STORE_WORK_PER_CALL = 512
-"""The same for finished outputs, which nobody waits for."""
-_NEVER = 1 << 40
+_STORE_WORK_PER_CLOSE = 1024
+"""The same for a finished output when its stream closes: about 0.6 ms."""
+_STORE_WORK_PER_STREAM = 32
+"""The same for what is left of finished outputs, in each step of each stream: about 20 us, more than it adds."""
+
+_Past = tuple[list[int], int]
+"""Tokens that once followed, and how many occurrences that stands for."""
+_Source = tuple[int, list[_Past]]
+"""Length of a match, and what followed it."""
 
 
 class Match(NamedTuple):
@@ -64,8 +72,27 @@ class Match(NamedTuple):
     tokens: array[int]
     ends: list[tuple[int, int]]
     """Index of each occurrence's last token and how many occurrences it stands for."""
-    last: int
-    """Index of the suffix itself where it is part of `tokens`: a copy that reaches it goes on in circles."""
+
+    def pasts(self, last: int, num: int) -> list[_Past]:
+        """What followed, up to `num` tokens of it, each with its occurrences; the latest counts twice.
+
+        `last` is the index of the suffix itself where it is part of `tokens`, else -1: a copy that reaches it goes
+        on in circles.
+        """
+        latest = max(self.ends)[0]
+        pasts: dict[bytes, tuple[list[int], int]] = {}
+        for end, count in self.ends:
+            follow = self.tokens[end + 1 : end + 1 + num]
+            if last < 0:
+                if min(follow) < 0:  # that text ended
+                    del follow[next(at for at, token in enumerate(follow) if token < 0) :]
+            elif end + num > last:
+                follow = follow[: last - end] * (num // (last - end) + 1)
+                del follow[num:]
+            key = follow.tobytes()
+            before = pasts[key][1] if key in pasts else 0
+            pasts[key] = (follow.tolist(), before + count + (end == latest))
+        return list(pasts.values())
 
 
 class History:
@@ -135,7 +162,7 @@ class History:
             visits = self._max_visits
             while node >= first and visits:
                 visits -= 1
-                length = short if short < long else long
+                length = short if short < long else long  # noqa: FURB136 (a call costs more)
                 theirs, ours = tokens[node - length], tokens[at - length]
                 if theirs == ours and length < max_match:
                     length = _common(tokens, node, tokens, at, length + 1, max_match)
@@ -162,7 +189,7 @@ class History:
         self._next = at
         return work
 
-    def matches(self, text: array[int], at: int, last: int = _NEVER) -> list[Match]:
+    def matches(self, text: array[int], at: int) -> list[Match]:
         """The longest matches with `text` up to index `at`, longest first; each has all ends of those before it.
 
         Best first: a subtree away from `text` matches no longer than its parent, and is older. So nodes come out
@@ -184,8 +211,8 @@ class History:
             if left == 0:
                 if -bound != current:
                     if current:
-                        found.append(_match(current, tokens, ends, last))
-                        if len(found) == _MAX_MATCHES:
+                        found.append(Match(current, tokens, ends.copy()))
+                        if len(found) == _MAX_MATCHES or current >= _ENOUGH:
                             return found
                     current = -bound
                 ends.append((node, counts[node]))
@@ -193,7 +220,7 @@ class History:
             if visits == 0:
                 continue
             visits -= 1
-            length = left if left < right else right
+            length = left if left < right else right  # noqa: FURB136
             if length < max_match and tokens[node - length] == text[at - length]:
                 length = _common(tokens, node, text, at, length + 1, max_match)
             link = 2 * node
@@ -207,7 +234,7 @@ class History:
             if first <= child < node:
                 heappush(heap, (bound if is_smaller or is_same else -length, -child, length, right))
         if ends:
-            found.append(_match(current, tokens, ends, last))
+            found.append(Match(current, tokens, ends.copy()))
         return found
 
     def forget(self, num: int) -> None:
@@ -247,12 +274,6 @@ def _common(one: array[int], i: int, two: array[int], j: int, length: int, limit
     return length
 
 
-def _match(length: int, tokens: array[int], ends: list[tuple[int, int]], last: int) -> Match:
-    """A match of these ends, the latest of which counts once more."""
-    latest = max(ends)
-    return Match(length, tokens, [(e, n + 1) if e == latest[0] else (e, n) for e, n in ends], last)
-
-
 class FinishedOutputs:
     """Outputs of streams that ended, by tenant; the oldest of all go first when there are too many tokens."""
 
@@ -260,6 +281,7 @@ class FinishedOutputs:
         self.num_tokens = 0
         self._max_tokens = max_tokens
         self._histories: dict[str, History] = {}
+        self._unindexed: deque[History] = deque()
         self._oldest: deque[tuple[str, int]] = deque()
         self._num_added = 0
 
@@ -269,6 +291,8 @@ class FinishedOutputs:
         if len(token_ids) <= MIN_MATCH:
             return
         history = self._histories.setdefault(tenant, History())
+        if history.is_indexed:
+            self._unindexed.append(history)
         # -1 is the separator of a stream's own history.
         history.begin(-2 - self._num_added % (1 << 30))
         history.extend(token_ids)
@@ -284,9 +308,10 @@ class FinishedOutputs:
 
     def index(self, work: int) -> None:
         """Make outputs findable until all are or the work is spent."""
-        for history in self._histories.values():
-            if work > 0 and not history.is_indexed:
-                work = history.index(work)
+        while work > 0 and self._unindexed:
+            work = self._unindexed[0].index(work)
+            if self._unindexed[0].is_indexed:
+                self._unindexed.popleft()
 
     def matches(self, text: array[int], at: int, tenant: str = "") -> list[Match]:
         """The longest matches with `text` up to index `at` among this tenant's outputs."""
@@ -303,30 +328,26 @@ class _Draft:
     scores: list[float]
 
     @classmethod
-    def copied(cls, matches: list[Match], max_nodes: int) -> _Draft:
+    def copied(cls, sources: list[_Source], max_nodes: int) -> _Draft:
         """The nodes most likely to be accepted among all that followed these matches."""
         draft = cls([], [], [])
         tokens, parents, scores = draft.tokens, draft.parents, draft.scores
-        # (-probability of the path, tie-break, token, parent, depth, score, matches that go through it)
-        frontier: list[tuple[float, int, int, int, int, float, list[Match]]] = []
+        # (-probability of the path, tie-break, token, parent, depth, score, what goes through it)
+        frontier: list[tuple[float, int, int, int, int, float, list[_Source]]] = []
         serial = 0
-        path, node, depth, live = 1.0, -1, 0, matches
+        path, node, depth, live = 1.0, -1, 0, sources
         while True:
-            if len(live) == 1 and len(live[0].ends) == 1:  # one past to copy: no choice, no heap
-                length, text, ((end, hits),), last = live[0]
+            if len(live) == 1 and len(live[0][1]) == 1:  # one past to copy: no choice, no heap
+                length, ((past, hits),) = live[0]
                 bar = -frontier[0][0] if frontier else 0.0
-                while len(tokens) < max_nodes:
-                    place = end + 1 + depth % (last - end)
-                    token = text[place] if place < len(text) else -1
-                    if token < 0:
-                        break
+                while len(tokens) < max_nodes and depth < len(past):
                     score = hits / (hits + NOVELTY / (length + depth))
                     path *= score
                     if path < bar:
                         serial += 1
-                        heappush(frontier, (-path, serial, token, node, depth, score, live))
+                        heappush(frontier, (-path, serial, past[depth], node, depth, score, live))
                         break
-                    tokens.append(token)
+                    tokens.append(past[depth])
                     parents.append(node)
                     scores.append(score)
                     node = len(tokens) - 1
@@ -368,41 +389,42 @@ class _Draft:
         )
 
 
-def _followers(live: list[Match], depth: int) -> dict[int, tuple[float, list[Match]]]:
-    """Each token that follows these matches `depth` tokens on: its estimate, and the matches that go through it."""
-    found: dict[int, tuple[float, list[Match]]] = {}
-    for length, text, ends, last in live:
-        groups: dict[int, list[tuple[int, int]]] = {}
+def _followers(live: list[_Source], depth: int) -> dict[int, tuple[float, list[_Source]]]:
+    """Each token that comes next in these pasts: its estimate, and the pasts that go through it."""
+    found: dict[int, tuple[float, list[_Source]]] = {}
+    for length, pasts in live:
+        groups: dict[int, list[_Past]] = {}
         total = 0
-        for pair in ends:
-            end, count = pair
+        for pair in pasts:
+            past, count = pair
             total += count
-            place = end + 1 + depth % (last - end)
-            token = text[place] if place < len(text) else -1
-            if token < 0:  # that text ended here
-                continue
+            token = past[depth] if depth < len(past) else -1
             if token in groups:
                 groups[token].append(pair)
             else:
                 groups[token] = [pair]
-        unseen = NOVELTY / (length + depth)
+        groups.pop(-1, None)
+        expected = total + NOVELTY / (length + depth)
         for token, group in groups.items():
-            score = sum([count for _, count in group]) / (total + unseen)
-            going = Match(length, text, group, last)
+            hits = group[0][1] if len(group) == 1 else sum([count for _, count in group])
+            score = hits / expected
             if token not in found:
-                found[token] = (score, [going])
+                found[token] = (score, [(length, group)])
                 continue
             best, others = found[token]
-            # The same ends under a shorter match say nothing new.
-            if not any(m.tokens is text and len(m.ends) == len(group) for m in others):
-                others.append(going)
+            if len(group) == 1 and len(others) == 1 and others[0][1][0][0] == group[0][0]:
+                # The same past under another length: the more promising one speaks for both.
+                if score > best:
+                    found[token] = (score, [(length, group)])
+                continue
+            others.append((length, group))
             if score > best:
                 found[token] = (score, others)
     return found
 
 
 @dataclass(slots=True)
-class _Past:
+class _Indexed:
     """What is indexed of one stream."""
 
     history: History
@@ -425,46 +447,46 @@ class SuffixDrafter:
         self.store = FinishedOutputs(max_store_tokens)
         self._max_nodes = max_nodes
         self._tenant_of = tenant_of
-        self._pasts: dict[str, _Past | None] = {}
+        self._indexed: dict[str, _Indexed | None] = {}
         """None until the first draft is asked for: a stream that never drafts is never indexed."""
 
     def open(self, stream: Stream) -> None:
-        self._pasts[stream.key] = None
+        self._indexed[stream.key] = None
 
     def observe(self, streams: Sequence[Stream]) -> None:
         work = _WORK_PER_CALL
         for stream in streams:
-            past = self._pasts.get(stream.key)
+            past = self._indexed.get(stream.key)
             if past is not None:
                 work = self._catch_up(stream, past, work)
-        self.store.index(_STORE_WORK_PER_CALL)
+        self.store.index(_STORE_WORK_PER_STREAM * len(streams))
 
     def propose(self, streams: Sequence[Stream]) -> list[Tree | None]:
         work = _WORK_PER_CALL
         trees: list[Tree | None] = []
         for stream in streams:
-            key = stream.key
-            past = self._pasts.get(key)
-            if key not in self._pasts:
-                trees.append(None)
-                continue
-            if past is None or past.num_known > stream.num_tokens:
-                past = _Past(History(), max(0, stream.num_tokens - _MAX_CONTEXT))
+            past = self._indexed.get(stream.key)
+            if past is None:
+                if stream.key not in self._indexed:
+                    trees.append(None)
+                    continue
+                past = _Indexed(History(), max(0, stream.num_tokens - _MAX_CONTEXT))
                 past.history.begin(-1)
-                self._pasts[key] = past
+                self._indexed[stream.key] = past
             work = self._catch_up(stream, past, work)
             trees.append(self._draft(stream, past.history) if past.history.is_indexed else None)
         return trees
 
     def close(self, stream: Stream) -> None:
-        if stream.key in self._pasts:
-            del self._pasts[stream.key]
+        if stream.key in self._indexed:
+            del self._indexed[stream.key]
             self.store.add(stream.token_ids[stream.num_prompt :], self._tenant_of(stream))
+            self.store.index(_STORE_WORK_PER_CLOSE)
 
     def version(self, stream: Stream) -> str:
         return ""
 
-    def _catch_up(self, stream: Stream, past: _Past, work: int) -> int:
+    def _catch_up(self, stream: Stream, past: _Indexed, work: int) -> int:
         """Index the stream's new tokens as far as the work allows; what is left of it."""
         if past.num_known < stream.num_tokens:
             past.history.extend(stream.buffer[past.num_known : stream.num_tokens])
@@ -475,13 +497,19 @@ class SuffixDrafter:
         """The tree of the longest matches, the stream's own before others of the same length."""
         text = history.tokens
         at = len(text) - 1
-        matches = history.matches(text, at, at)
-        if others := self.store.matches(text, at, self._tenant_of(stream)):
-            matches = sorted(matches + others, key=lambda match: -match.length)[:_MAX_MATCHES]
+        matches = history.matches(text, at)
+        if not matches or matches[0].length < _ENOUGH:
+            others = self.store.matches(text, at, self._tenant_of(stream))
+            if others:
+                matches = sorted(matches + others, key=lambda match: -match.length)[:_MAX_MATCHES]
         if not matches:
             return None
-        draft = _Draft.copied(matches, self._max_nodes)
-        if not draft.tokens:
-            return None
+        if matches[0].length >= _ENOUGH:
+            del matches[1:]
+        sources = [
+            (match.length, match.pasts(at if match.tokens is text else -1, self._max_nodes))
+            for match in matches
+        ]
+        draft = _Draft.copied(sources, self._max_nodes)
         draft = draft.spine_first()
         return Tree.build(text[at], draft.tokens, draft.parents, SOURCE_SUFFIX, draft.scores)

@@ -164,7 +164,7 @@ async def test_a_chat_is_answered_with_usage_metrics_and_the_seed(serve: Serve, 
     }
     assert (served["decode_worker"], served["decode_workers"]) == ("decode-0", ["decode-0"])
     assert served["kv_source"] == ["link"]
-    assert served["tokens_by_source"] == {"target": 0, "draft": 6}
+    assert served["tokens_by_source"] == {"target": 0, "draft": 6, "suffix": 0}
     assert 0 <= served["ttft_ms"] <= served["total_ms"]
     assert streams.finished == ["abc.1-0-0"]
     assert not streams.cancelled
@@ -273,7 +273,7 @@ async def test_a_chat_stream_has_openais_order_of_chunks(serve: Serve, tokenizer
     assert {(chunk["object"], chunk["id"]) for chunk in chunks} == {
         ("chat.completion.chunk", chunks[0]["id"])
     }
-    assert chunks[-1]["metrics"]["tokens_by_source"] == {"target": 9, "draft": 0}
+    assert chunks[-1]["metrics"]["tokens_by_source"] == {"target": 9, "draft": 0, "suffix": 0}
     assert all("usage" not in chunk for chunk in chunks)
 
 

@@ -1,0 +1,102 @@
+"""The lean forward against its plain twin, and cached noise against computed noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from paceline.cluster.speculation import Tree
+from paceline.workers import lean
+from paceline.workers.model_batch import BatchBuilder
+from paceline.workers.model_runner import ModelRunner, load_runner
+from paceline.workers.sampling import CachedNoise, DirectNoise, SamplingRows
+
+TABLE = list(range(16))
+IDS = ((np.arange(60) * 37 + 11) % 200).astype(np.int32)
+
+
+def logits_of(runner: ModelRunner) -> torch.Tensor:
+    """A prompt in two chunks, then a tree behind it."""
+    first, second, tree = (BatchBuilder(runner.cache) for _ in range(3))
+    first.add_chunk(TABLE, IDS[:20], 0, keep_last=True)
+    second.add_chunk(TABLE, IDS[20:33], 20, keep_last=True)
+    tree.add_tree(TABLE, Tree.build(int(IDS[33]), IDS[34:40].tolist(), [-1, 0, 1, -1, 3, 0]), 33)
+    return torch.cat([runner.forward(builder.build()[0]) for builder in (first, second, tree)])
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+def test_lean_logits_are_the_plain_ones(model_folder: Callable[[str], Path], family: str) -> None:
+    """Chunks and trees, windows and query norms; and the lean path was really taken."""
+    fast, _ = load_runner(model_folder(family), kv_memory_mb=2, block_size=8)
+    plain, _ = load_runner(model_folder(family), kv_memory_mb=2, block_size=8, lean=False)
+
+    assert (fast.path, plain.path) == ("lean", "transformers")
+    torch.testing.assert_close(logits_of(fast), logits_of(plain), rtol=0, atol=1e-5)
+
+
+def test_biases_are_kept(tmp_path: Path) -> None:
+    """Qwen2 has biases on q, k and v."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=211,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.k_proj.bias)
+    model.save_pretrained(tmp_path)
+    fast, _ = load_runner(tmp_path, kv_memory_mb=2, block_size=8)
+    plain, _ = load_runner(tmp_path, kv_memory_mb=2, block_size=8, lean=False)
+
+    assert fast.path == "lean"
+    torch.testing.assert_close(logits_of(fast), logits_of(plain), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mixtral"])
+def test_other_families_say_why_they_run_plainly(model_folder: Callable[[str], Path], family: str) -> None:
+    """The reason is in the path, not in silence."""
+    runner, _ = load_runner(model_folder(family), kv_memory_mb=2, block_size=8)
+
+    assert runner.path.startswith("transformers: model_type ")
+
+
+def test_a_lean_path_with_other_logits_is_refused(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison at load has teeth: an error in the lean maths, or NaN, keeps the plain path."""
+    for wrong in (1.001, float("nan")):
+        with monkeypatch.context() as patch:
+            norm = lean.F.rms_norm
+            patch.setattr(lean.F, "rms_norm", lambda *a, norm=norm, wrong=wrong: norm(*a) * wrong)
+            runner, _ = load_runner(model_folder("llama"), kv_memory_mb=2, block_size=8)
+
+        assert runner.path.startswith("transformers: lean logits differ by ")
+
+
+def test_cached_noise_is_computed_noise_bit_for_bit() -> None:
+    """Any order of positions and streams, across blocks of positions, with seeds of all 64 bits."""
+    generator = np.random.default_rng(0)
+    num = 200
+    rows = SamplingRows(
+        temperature=torch.ones(num),
+        top_k=torch.zeros(num, dtype=torch.int64),
+        top_p=torch.ones(num),
+        min_p=torch.zeros(num),
+        seeds=torch.from_numpy(generator.choice([3, -5, 2**62], num)),
+        choices=torch.from_numpy(generator.integers(0, 2, num)),
+        prompts=torch.from_numpy(generator.integers(0, 2, num)),
+        positions=torch.from_numpy(generator.integers(0, 100, num)),
+    )
+    cache = CachedNoise(max_bytes=40 * 16 * 211 * 4, span=16)
+
+    assert torch.equal(cache.rows(rows, 211), DirectNoise().rows(rows, 211))
+    assert cache._bytes <= 40 * 16 * 211 * 4
