@@ -14,14 +14,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from paceline.kernels import tree_attention_cpu as cpu
 from paceline.kernels import tree_attention_reference as reference
+
+KEY_BLOCK = cpu.KEY_BLOCK
 
 
 @dataclass(slots=True)
 class AttentionSegment:
     """Rows [row_start, row_start + N) of the packed batch.
 
-    key_slots: int64 [C + N], pool slots of the context in order of position, then of the segment's own rows.
+    key_slots: int64 [P], pool slots of the context in order of position, then of the segment's own rows, then of the
+        pool's zero row up to a multiple of KEY_BLOCK.
     positions: int64 [N], absolute positions of the rows.
     own_mask: bool [N, N], or None for a causal chunk.
     """
@@ -33,6 +37,7 @@ class AttentionSegment:
     positions: Tensor
     own_mask: Tensor | None = None
     _masks: dict[int, Tensor | None] = field(default_factory=dict)
+    _hidden: dict[int, tuple[int, Tensor | None]] = field(default_factory=dict)
 
     def mask(self, window: int | None) -> Tensor | None:
         """bool [N, C + N] of visible keys for a sliding window (None: unlimited); None if all are visible.
@@ -43,6 +48,22 @@ class AttentionSegment:
         if key not in self._masks:
             self._masks[key] = self._build_mask(window)
         return self._masks[key]
+
+    def hidden(self, window: int | None) -> tuple[int, Tensor | None]:
+        """(first, bool [N, P - first]): which keys from `first` on a row must not see, padding included.
+
+        All keys before `first` are visible to all rows. The mask is None if there is nothing to hide.
+        """
+        key = window or 0
+        if key not in self._hidden:
+            num_padding = len(self.key_slots) - self.context_len - self.num_rows
+            visible = self.mask(window)
+            if visible is None:
+                visible = torch.ones(self.num_rows, self.context_len + self.num_rows, dtype=torch.bool)
+            first = 0 if window is not None else self.context_len
+            hidden = torch.nn.functional.pad(~visible[:, first:], (0, num_padding), value=True)
+            self._hidden[key] = (first, hidden if bool(hidden.any()) else None)
+        return self._hidden[key]
 
     def _build_mask(self, window: int | None) -> Tensor | None:
         if self.num_rows == 1 and (window is None or self.context_len < window):
@@ -67,6 +88,7 @@ def tree_attention(
     scaling: float,
     window: int | None = None,
     softcap: float | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """Attention of every row over its stream's context and its own ancestors, whose K and V are in the pool already.
 
@@ -74,9 +96,9 @@ def tree_attention(
         q_THD: float32. k_pool_SGD, v_pool_SGD: float32, G divides H.
         segments: cover each row of q exactly once.
         scaling: factor on the scores. window: sliding window in tokens. softcap: tanh cap of the scores.
+        backend: "cpu" (bits independent of the batch), "reference" (plain), or "auto".
     Returns:
         [T, H, Dv], dtype of q.
     """
-    return reference.tree_attention(
-        q_THD, k_pool_SGD, v_pool_SGD, segments, scaling=scaling, window=window, softcap=softcap
-    )
+    run = reference.tree_attention if backend == "reference" else cpu.tree_attention
+    return run(q_THD, k_pool_SGD, v_pool_SGD, segments, scaling=scaling, window=window, softcap=softcap)

@@ -27,8 +27,9 @@ def tree_attention(
     out = q_THD.new_empty(q_THD.shape[0], num_heads, v_pool_SGD.shape[-1])
     for segment in segments:
         rows = slice(segment.row_start, segment.row_start + segment.num_rows)
-        k_GCD = k_pool_SGD.index_select(0, segment.key_slots).transpose(0, 1)
-        v_GCD = v_pool_SGD.index_select(0, segment.key_slots).transpose(0, 1)
+        key_slots = segment.key_slots[: segment.context_len + segment.num_rows]
+        k_GCD = k_pool_SGD.index_select(0, key_slots).transpose(0, 1)
+        v_GCD = v_pool_SGD.index_select(0, key_slots).transpose(0, 1)
         q_GND = q_THD[rows].reshape(segment.num_rows, num_kv_heads, group, -1).permute(1, 2, 0, 3)
         q_GND = q_GND.reshape(num_kv_heads, group * segment.num_rows, -1)
         scores = torch.bmm(q_GND, k_GCD.transpose(1, 2)) * scaling

@@ -12,7 +12,7 @@ from paceline.cluster.types import KVLayout
 
 
 class KVCache:
-    """The pool's tensors: for each layer K and V as [num_slots, G, D]; slot = block * block_size + offset."""
+    """The pool's tensors: for each layer K and V as [num_slots + 1, G, D]; slot = block * block_size + offset."""
 
     def __init__(
         self,
@@ -31,9 +31,11 @@ class KVCache:
             num_layers, num_kv_heads, head_dim, str(dtype).removeprefix("torch."), model_version
         )
         self.dtype = dtype
-        shape = (num_layers, 2, num_blocks * block_size, num_kv_heads, head_dim)
-        # Uninitialised on purpose: pages become resident when they are first used.
-        self._pool = torch.empty(shape, dtype=dtype)
+        self.zero_slot = num_blocks * block_size
+        """A row of zeros behind the blocks, never written: attention pads its keys with it."""
+        shape = (num_layers, 2, num_blocks * block_size + 1, num_kv_heads, head_dim)
+        # Zeros come from the kernel: pages become resident when they are first written.
+        self._pool = torch.zeros(shape, dtype=dtype)
 
     @staticmethod
     def bytes_per_token(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.cluster.speculation import Tree
-from paceline.kernels.tree_attention import AttentionSegment
+from paceline.kernels.tree_attention import KEY_BLOCK, AttentionSegment
 from paceline.workers.kv_cache import KVCache
 
 LayerHook = Callable[[int], None]
@@ -67,10 +67,12 @@ class BatchBuilder:
         own_mask: Tensor | None,
     ) -> None:
         num = len(ids)
-        key_slots = self._cache.slots(table, 0, start + num)
+        slots = self._cache.slots(table, 0, start + num)
+        key_slots = torch.full((-(-len(slots) // KEY_BLOCK) * KEY_BLOCK,), self._cache.zero_slot)
+        key_slots[: len(slots)] = slots
         self._ids.append(ids)
         self._positions.append(positions)
-        self._slots.append(key_slots[start:])
+        self._slots.append(slots[start:])
         self._segments.append(
             AttentionSegment(self._num_rows, num, start, key_slots, torch.from_numpy(positions), own_mask)
         )

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.kernels.tree_attention import AttentionSegment, tree_attention
+from paceline.kernels.tree_attention import KEY_BLOCK, AttentionSegment, tree_attention
 
 TOLERANCE = 2e-5  # float32
 NUM_SLOTS = 257
@@ -50,20 +50,31 @@ class Packed:
             mask = None
             if kind == "tree":
                 mask = torch.tensor([[other in path for other in range(num)] for path in paths])
+            slots += [NUM_SLOTS] * (-len(slots) % KEY_BLOCK)  # the pool's zero row
             self.segments.append(
                 AttentionSegment(row, num, context, torch.tensor(slots), torch.tensor(positions), mask)
             )
             row += num
         draw = torch.Generator().manual_seed(seed)
         self.q = torch.randn(row, heads, dim, generator=draw) * 2
-        self.k = torch.randn(NUM_SLOTS, groups, dim, generator=draw)
-        self.v = torch.randn(NUM_SLOTS, groups, dim, generator=draw)
+        self.k = torch.randn(NUM_SLOTS + 1, groups, dim, generator=draw)
+        self.v = torch.randn(NUM_SLOTS + 1, groups, dim, generator=draw)
+        self.k[NUM_SLOTS] = self.v[NUM_SLOTS] = 0
         self.scaling = dim**-0.5
 
-    def run(self, window: int | None = None, softcap: float | None = None) -> Tensor:
+    def run(
+        self, window: int | None = None, softcap: float | None = None, *, backend: str = "auto"
+    ) -> Tensor:
         """The op itself."""
         return tree_attention(
-            self.q, self.k, self.v, self.segments, scaling=self.scaling, window=window, softcap=softcap
+            self.q,
+            self.k,
+            self.v,
+            self.segments,
+            scaling=self.scaling,
+            window=window,
+            softcap=softcap,
+            backend=backend,
         )
 
     def expected(self, window: int | None = None, softcap: float | None = None) -> np.ndarray:
@@ -95,13 +106,15 @@ MIXED = [("chunk", 0, 5), ("tree", 9, 7), ("chunk", 13, 3), ("tree", 0, 1), ("tr
 )
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("window", [None, 1, 4, 8])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_attention_equals_plain_masked_softmax(
-    heads: int, groups: int, dim: int, softcap: float | None, window: int | None
+    heads: int, groups: int, dim: int, softcap: float | None, window: int | None, backend: str
 ) -> None:
     """Chunks and trees in one batch, odd shapes, grouped heads, windows and soft caps."""
     packed = Packed(heads * 100 + dim, MIXED, heads, groups, dim)
 
-    assert worst(packed.run(window, softcap), packed.expected(window, softcap)) < TOLERANCE
+    ours = packed.run(window, softcap, backend=backend)
+    assert worst(ours, packed.expected(window, softcap)) < TOLERANCE
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -134,6 +147,7 @@ def test_a_window_counts_positions_and_not_slots() -> None:
     right = packed.run(window=4)
     packed.segments[0].positions = torch.arange(6, 18)
     packed.segments[0]._masks.clear()
+    packed.segments[0]._hidden.clear()
 
     assert worst(packed.run(window=4), right.double().numpy()) > 100 * TOLERANCE
 
@@ -150,7 +164,7 @@ def test_slots_outside_a_segment_have_no_influence() -> None:
     packed = Packed(6, MIXED, 4, 2, 8)
     clean = packed.run()
     used = torch.cat([segment.key_slots for segment in packed.segments])
-    others = torch.ones(NUM_SLOTS, dtype=torch.bool)
+    others = torch.ones(NUM_SLOTS + 1, dtype=torch.bool)
     others[used] = False
     packed.k[others] = torch.nan
     packed.v[others] = torch.nan
@@ -171,3 +185,37 @@ def test_a_segment_is_computed_the_same_alone_and_in_a_batch() -> None:
         out = tree_attention(packed.q[rows], packed.k, packed.v, [alone], scaling=packed.scaling, window=8)
 
         assert torch.equal(out, together[rows])
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "dim"), [(4, 2, 32), (8, 4, 32), (2, 2, 16), (15, 3, 80), (8, 8, 64)]
+)
+@pytest.mark.parametrize("window", [None, 24])
+def test_a_row_has_the_same_bits_alone_in_a_chunk_and_in_a_tree(
+    heads: int, groups: int, dim: int, window: int | None
+) -> None:
+    """The text must not depend on chunking or drafting; the plain twin, as a control, does depend on them."""
+    generator = torch.Generator().manual_seed(dim)
+    num, slots = 150, torch.randperm(200, generator=generator)
+    q = torch.randn(num, heads, dim, generator=generator)
+    k, v = (torch.randn(201, groups, dim, generator=generator) for _ in range(2))
+    k[200] = v[200] = 0
+
+    def rows(start: int, stop: int, mask: Tensor | None, backend: str) -> Tensor:
+        keys = torch.full((-(-stop // KEY_BLOCK) * KEY_BLOCK,), 200)
+        keys[:stop] = slots[:stop]
+        segment = AttentionSegment(0, stop - start, start, keys, torch.arange(start, stop), mask)
+        return tree_attention(
+            q[start:stop], k, v, [segment], scaling=dim**-0.5, window=window, backend=backend
+        )
+
+    differences = {"cpu": 0, "reference": 0}
+    for backend in differences:
+        whole = rows(0, num, None, backend)
+        for start, stop in ((0, 1), (7, 9), (20, 23), (63, 71), (64, 128), (100, 150), (149, 150)):
+            part = rows(start, stop, None, backend)
+            chain = rows(start, stop, torch.ones(stop - start, stop - start).tril().bool(), backend)
+            differences[backend] += int((part != whole[start:stop]).sum()) + int((chain != part).sum())
+
+    assert differences["cpu"] == 0
+    assert differences["reference"] > 0

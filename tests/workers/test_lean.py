@@ -100,3 +100,37 @@ def test_cached_noise_is_computed_noise_bit_for_bit() -> None:
 
     assert torch.equal(cache.rows(rows, 211), DirectNoise().rows(rows, 211))
     assert cache._bytes <= 40 * 16 * 211 * 4
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3"])
+def test_logits_have_the_same_bits_whatever_the_chunks_and_trees(
+    model_folder: Callable[[str], Path], family: str
+) -> None:
+    """A prompt at once, in chunks, token by token, and verified as a draft with wrong siblings."""
+    runner, _ = load_runner(model_folder(family), kv_memory_mb=2, block_size=8)
+    num = 40
+
+    def last_rows(cuts: list[int]) -> torch.Tensor:
+        found = []
+        for start, stop in zip(cuts, cuts[1:], strict=False):
+            builder = BatchBuilder(runner.cache)
+            chain = list(range(-1, stop - start - 2))
+            builder.add_tree(TABLE, Tree.build(int(IDS[start]), IDS[start + 1 : stop].tolist(), chain), start)
+            found.append(runner.forward(builder.build()[0]))
+        return torch.cat(found)
+
+    whole = last_rows([0, num])
+    mixed = last_rows([0, 1, 2, 7, 23, 24, num])
+    single = last_rows(list(range(num + 1)))
+    builder = BatchBuilder(runner.cache)
+    builder.add_chunk(TABLE, IDS[:num], 0, keep_last=True)
+    chunk = runner.forward(builder.build()[0])
+    tree = BatchBuilder(runner.cache)
+    # The spine stands first: branches behind it add exact zeros to its sums. A branch's own rows sum in another order.
+    spine = [int(IDS[37]), int(IDS[38])]
+    tree.add_tree(TABLE, Tree.build(int(IDS[36]), [*spine, 5, 6], [-1, 0, -1, 0]), 36)
+    verified = runner.forward(tree.build()[0])
+
+    assert torch.equal(mixed, whole) and torch.equal(single, whole)
+    assert torch.equal(chunk[0], whole[-1])
+    assert torch.equal(verified[:3], whole[36:39])
