@@ -6,7 +6,7 @@ import os
 import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -119,6 +119,13 @@ class SpeculationConfig(Section):
     max_wait_ms: Annotated[float, Field(ge=0, le=1000)] = 50.0
     """Upper bound on waiting for a remote draft in one step. The wait follows the measured round trip; a draft
     worker that misses is not waited for again until it answers in time."""
+
+    suffix: bool = False
+    """Also copy from the stream's own past and from finished answers. Best with control=measured, which drops the
+    copies that do not pay."""
+    control: Literal["fixed", "measured"] = "fixed"
+    """fixed: ask for and verify `depth` x `width` in every step. measured: step times are measured at start, and each
+    step asks whom and verifies what pays, nothing included."""
 
 
 class LinkConfig(Section):

@@ -103,6 +103,8 @@ class _Gate:
     wait_s: float = 0.0
     pause: int = 0
     next_pause: int = 8
+    is_trial: bool = False
+    """The coming step asks although it does not seem to pay."""
 
 
 class Controller:
@@ -122,7 +124,8 @@ class Controller:
         if gate.pause > 0:
             gate.pause -= 1
             return False
-        if self._pays(gate, num_streams):
+        gate.is_trial = not self._pays(gate, num_streams)
+        if not gate.is_trial:
             return True
         # One trial step, then a longer pause: a source that begins to pay is found again.
         gate.pause = gate.next_pause
@@ -140,9 +143,11 @@ class Controller:
     def asked(self, name: str, wait_s: float, gained: float, num_streams: int) -> None:
         """What asking `name` in a step cost, and the tokens of its that were accepted in it."""
         gate = self._gates.setdefault(name, _Gate())
-        gate.wait_s += 0.1 * (wait_s - gate.wait_s)
-        gate.gain += 0.1 * (gained / max(1, num_streams) - gate.gain)
-        if self._pays(gate, num_streams):
+        now = _Gate(gained / max(1, num_streams), wait_s)
+        weight = 0.5 if gate.is_trial else 0.1  # trials are rare: each must count
+        gate.wait_s += weight * (now.wait_s - gate.wait_s)
+        gate.gain += weight * (now.gain - gate.gain)
+        if self._pays(gate, num_streams) or (gate.is_trial and self._pays(now, num_streams)):
             gate.next_pause = 8
             gate.pause = 0
 

@@ -15,6 +15,7 @@ import torch
 
 from paceline.cluster import wire
 from paceline.cluster.config import model_folder
+from paceline.cluster.controller import Controller
 from paceline.cluster.errors import RequestError, WireError
 from paceline.cluster.handoff import Handoff, HandoffState
 from paceline.cluster.scheduler import Stream
@@ -38,11 +39,15 @@ from paceline.cluster.types import (
     WorkerInfo,
 )
 from paceline.workers.base import Worker
+from paceline.workers.drafters.base import Drafter
+from paceline.workers.drafters.fused import FusedDrafter
 from paceline.workers.drafters.remote import RemoteDrafter
+from paceline.workers.drafters.suffix import SuffixDrafter
 from paceline.workers.engine import Emission, Engine
 from paceline.workers.kv_cache import digest
 from paceline.workers.kv_link import Arrival, LinkReceiver, LinkStore
 from paceline.workers.model_runner import load_runner
+from paceline.workers.profile import measure_step_cost
 
 log = structlog.get_logger(__name__)
 
@@ -82,12 +87,14 @@ class DecodeWorker(Worker):
         )
         speculation = self.config.speculation
         self._drafter = RemoteDrafter(speculation, self.metrics, runner.vocab_size, self._connect_draft)
+        sources: list[Drafter] = [*([SuffixDrafter()] if speculation.suffix else []), self._drafter]
+        controller = Controller(measure_step_cost(runner)) if speculation.control == "measured" else None
         self._engine = Engine(
             runner,
             token_budget=decode.token_budget,
             max_streams=decode.max_streams,
             max_context=self.config.limits.max_context,
-            drafter=self._drafter if speculation.enabled else None,
+            drafter=FusedDrafter(sources, controller) if speculation.enabled else None,
             metrics=self.metrics,
         )
         self._sessions: dict[str, Session] = {}

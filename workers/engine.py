@@ -17,7 +17,7 @@ from paceline.cluster.errors import RequestError
 from paceline.cluster.metrics import Metrics
 from paceline.cluster.scheduler import Plan, Scheduler, Segment, Stream
 from paceline.cluster.types import SOURCE_NAMES, SOURCE_TARGET, FinishReason, Request
-from paceline.workers.drafters.base import Drafter
+from paceline.workers.drafters.base import Drafter, Outcome
 from paceline.workers.model_batch import BatchBuilder
 from paceline.workers.model_runner import ModelRunner
 from paceline.workers.sampling import CachedNoise, SamplingRows, choose
@@ -50,6 +50,7 @@ class StepResult:
 
     emissions: list[Emission] = field(default_factory=list)
     computed: list[Stream] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
     num_rows: int = 0
 
 
@@ -135,24 +136,26 @@ class Engine:
 
     def step(self, on_layer: SegmentLayerHook | None = None) -> StepResult:
         """Run one step. `on_layer(plan, layer)` is called when a layer's K and V of all segments are in the pool."""
-        began = time.monotonic()
         plan = self.scheduler.plan()
         if plan.preempted:
             self._metrics.preemptions.inc(len(plan.preempted))
         if not plan.segments:
             return StepResult()
         self._propose(plan)
+        began = time.perf_counter()
         hook = None if on_layer is None else (lambda layer: on_layer(plan, layer))
         decided, usable = self._forward(plan, hook)
         result = self._commit(plan, decided, usable)
+        seconds = time.perf_counter() - began
         if self._drafter is not None:
+            self._drafter.learn(result.outcomes, plan.num_rows, seconds)
             running = [
                 e.stream for e in result.emissions if e.tokens and e.finish is None and e.stream.can_draft
             ]
             if running:
                 self._drafter.observe(running)
         self._metrics.steps.inc()
-        self._metrics.step_seconds.observe(time.monotonic() - began)
+        self._metrics.step_seconds.observe(seconds)
         return result
 
     def _propose(self, plan: Plan) -> None:
@@ -199,15 +202,20 @@ class Engine:
                     result.computed.append(stream)
                 continue
             num = segment.num_rows if segment.tree is not None else 1
-            emission = self._commit_segment(segment, decided[at : at + num], usable[at : at + num])
+            emission, path = self._commit_segment(segment, decided[at : at + num], usable[at : at + num])
             result.emissions.append(emission)
+            if segment.tree is not None:
+                tree = segment.tree if segment.tree.num_drafted else None
+                result.outcomes.append(Outcome(stream, tree, path))
             at += num
             if emission.finish is not None:
                 self.remove(stream)
         return result
 
-    def _commit_segment(self, segment: Segment, decided: np.ndarray, usable: np.ndarray) -> Emission:
-        """Accept a path, move its KV into place, append and cut the tokens."""
+    def _commit_segment(
+        self, segment: Segment, decided: np.ndarray, usable: np.ndarray
+    ) -> tuple[Emission, tuple[int, ...]]:
+        """Accept a path, move its KV into place, append and cut the tokens; also the path."""
         stream = segment.stream
         tree = segment.tree
         start = stream.num_output
@@ -227,11 +235,11 @@ class Engine:
             # next step has no draft, and only if that is unusable as well is it the model's own fault.
             stream.num_computed = segment.start
             stream.is_draft_banned = True
-            return Emission(stream, start, (), b"", num_drafted)
+            return Emission(stream, start, (), b"", num_drafted), ()
         stream.is_draft_banned = False
         if not is_usable:
             message = f"the model gave no usable logits at position {stream.num_tokens}"
-            return Emission(stream, start, (), b"", num_drafted, "error", message)
+            return Emission(stream, start, (), b"", num_drafted, "error", message), ()
         tokens = [*(int(tree.tokens[node]) for node in path), emitted] if tree is not None else [emitted]
         sources = (
             [*(int(tree.sources[node]) for node in path), SOURCE_TARGET]
@@ -247,9 +255,10 @@ class Engine:
             self._metrics.tokens.labels(SOURCE_NAMES[source]).inc()
         self._metrics.drafted.inc(num_drafted)
         version = self._drafter.version(stream) if self._drafter is not None else ""
-        return Emission(
+        emission = Emission(
             stream, start, tuple(tokens), bytes(sources), num_drafted, finish, draft_version=version
         )
+        return emission, path
 
     def _compact(self, stream: Stream, start: int, path: tuple[int, ...]) -> None:
         """Scratch KV of the accepted nodes -> the slots of their positions. Spine-first trees rarely need it."""

@@ -17,6 +17,7 @@ from paceline.cluster.errors import RequestError
 from paceline.cluster.scheduler import Plan, Stream
 from paceline.cluster.speculation import Tree
 from paceline.cluster.types import SOURCE_DRAFT, FinishReason, Request, Sampling
+from paceline.workers.drafters.base import Drafter
 from paceline.workers.engine import Emission, Engine
 from paceline.workers.model_runner import BatchBuilder, ModelRunner, load_model, load_model_config
 
@@ -43,7 +44,7 @@ REQUESTS = [
 ]
 
 
-class NoisyDrafter:
+class NoisyDrafter(Drafter):
     """Knows the text and errs: wrong siblings come first, so an accepted path is never the first nodes."""
 
     name = "noisy"

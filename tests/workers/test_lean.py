@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -112,7 +113,7 @@ def test_logits_have_the_same_bits_whatever_the_chunks_and_trees(
 
     def last_rows(cuts: list[int]) -> torch.Tensor:
         found = []
-        for start, stop in zip(cuts, cuts[1:], strict=False):
+        for start, stop in pairwise(cuts):
             builder = BatchBuilder(runner.cache)
             chain = list(range(-1, stop - start - 2))
             builder.add_tree(TABLE, Tree.build(int(IDS[start]), IDS[start + 1 : stop].tolist(), chain), start)

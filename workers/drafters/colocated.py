@@ -12,9 +12,10 @@ from paceline.cluster.scheduler import Stream
 from paceline.cluster.speculation import Tree, is_tree, prefix_hash
 from paceline.cluster.types import DraftOpen, DraftTree
 from paceline.workers.draft import DraftEngine
+from paceline.workers.drafters.base import Drafter
 
 
-class ColocatedDrafter:
+class ColocatedDrafter(Drafter):
     """Drafts on the engine's own thread."""
 
     name = "draft"

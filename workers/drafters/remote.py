@@ -16,6 +16,7 @@ from paceline.cluster.scheduler import Stream
 from paceline.cluster.speculation import DraftPatience, Tree, is_tree, prefix_hash
 from paceline.cluster.types import DraftAdvance, DraftAsk, DraftOpen, Drafts, DraftTree, Message, WorkerInfo
 from paceline.cluster.wire import Peer
+from paceline.workers.drafters.base import Drafter
 
 _MAX_NODES = 256
 
@@ -42,7 +43,7 @@ class _Drafting:
     last_version: str = ""
 
 
-class RemoteDrafter:
+class RemoteDrafter(Drafter):
     """All methods on the engine thread, except `deliver`."""
 
     name = "remote"

@@ -1,0 +1,1 @@
+"""The benchmark of one machine: engine with drafts against engine without, and against its peers."""

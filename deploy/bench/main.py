@@ -1,0 +1,121 @@
+"""Scenarios, streams and pairs -> the card, the tables and the JSON line of `paceline bench`.
+
+Nothing here imports torch before `run` does: how idle OpenMP threads wait is read once, when torch is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from paceline.cluster.config import model_folder
+
+if TYPE_CHECKING:
+    from paceline.deploy.bench.inprocess import DrafterFactory
+
+PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
+"""Idle threads sleep, as in the cluster's workers: where cores are shared, spinning costs far more than it saves."""
+
+
+def run(
+    *,
+    target: str = "tiny/target",
+    draft: str = "tiny/draft",
+    scenarios: Sequence[str] | None = None,
+    streams: Sequence[int] = (1, 4, 16),
+    pairs: int = 30,
+    quick: bool = False,
+    threads: int = 0,
+    max_tokens: int = 96,
+    samples: int = 8,
+    seed: int = 0,
+    peers: bool = True,
+    drafter: DrafterFactory | None = None,
+    json_path: Path | None = None,
+    out: Console | None = None,
+    err: Console | None = None,
+) -> dict[str, Any]:
+    """Measure, print, and return the object of the JSON line.
+
+    Args:
+        target, draft: model folders or names of bundled ones.
+        scenarios: domains, copy, random; None takes all.
+        quick: 3 pairs of short blocks. The figures are there, their intervals say little.
+        threads: of the engine; 0 measures which number is fastest.
+        drafter: makes the drafter that is measured; None takes the draft model in the same process.
+        json_path: the JSON line is written there as well.
+    Raises:
+        ConfigError: an argument, or a model folder that is not there.
+    """
+    waiting = _wait_passively()
+    from paceline.deploy.bench.report import console
+    from paceline.deploy.bench.suite import Options, Suite
+
+    out, err = out or console(), err or Console(stderr=True, highlight=False)
+    options = Options(
+        scenarios=tuple(scenarios or ()),
+        streams=tuple(streams),
+        pairs=min(pairs, 3) if quick else pairs,
+        max_tokens=min(max_tokens, 32) if quick else max_tokens,
+        block_s=0.1 if quick else 1.0,
+        samples=min(samples, 2) if quick else samples,
+        seed=seed,
+        peers=peers,
+        quick=quick,
+        threads=threads,
+        waiting=waiting,
+    )
+    folders = model_folder(target), model_folder(draft)
+    with _quiet_loading(), _speaker(err) as say:
+        suite = Suite(folders, options, drafter, say)
+        suite.report.show_card(out)
+        try:
+            suite.measure()
+        except KeyboardInterrupt:
+            suite.report.is_interrupted = True
+    suite.report.show(out)
+    found = suite.report.as_json()
+    if json_path is not None:
+        json_path.write_text(json.dumps(found) + "\n")
+    return found
+
+
+def _wait_passively() -> str:
+    """Set how threads wait, unless the caller did or it is too late; in words, for the card."""
+    if "torch" not in sys.modules:
+        for name, value in PASSIVE.items():
+            os.environ.setdefault(name, value)
+    passive = os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE"
+    return "idle ones sleep" if passive else "idle ones spin"
+
+
+@contextmanager
+def _speaker(err: Console) -> Iterator[Callable[[str], None]]:
+    """Progress on stderr: a spinner on a terminal, else a line for each stage."""
+    if not err.is_terminal:
+        yield lambda text: err.print(f"  {text}", markup=False)
+        return
+    with err.status("starting") as spinner:
+        yield lambda text: spinner.update(text)
+
+
+@contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """No progress bars and no advice from transformers between our lines."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        logging.enable_progress_bar()

@@ -1,0 +1,256 @@
+"""Results -> what is shown: a card, one ratio table, the peers, the cost of a step, and one JSON line."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from paceline.cluster.types import SOURCE_NAMES, SOURCE_TARGET
+from paceline.deploy.bench.check import Exactness
+from paceline.deploy.bench.figures import Figure, verdict
+
+FLOORS = {"speculation.": 0.97, "engine.vs_": 1.0}
+"""Beginning of a figure's name -> the floor it has to reach."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One scenario at one number of streams."""
+
+    scenario: str
+    streams: int
+    off: Figure
+    """Tokens per second without drafts."""
+    on: Figure
+    ratio: Figure
+    tokens_per_step: float
+    """Emitted tokens for each step of a stream, with drafts."""
+    accepted: dict[str, float]
+    """Source -> share of the emitted tokens."""
+    num_drafted_per_token: float
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRow:
+    """One peer at one number of streams."""
+
+    figure: str
+    ours: str
+    peer: str
+    streams: int
+    num_threads: int
+    rate: Figure
+    """Our tokens per second."""
+    peer_rate: Figure
+    ratio: Figure
+    num_same: int
+    """Requests whose text is the same token by token."""
+    num_requests: int
+
+
+@dataclass(slots=True)
+class Report:
+    """Everything measured so far; it can be shown at any time."""
+
+    card: dict[str, str]
+    is_quick: bool
+    pairs: int
+    versions: dict[str, str]
+    rows: list[Row] = field(default_factory=list)
+    peers: list[PeerRow] = field(default_factory=list)
+    figures: dict[str, Figure] = field(default_factory=dict)
+    exactness: Exactness = field(default_factory=Exactness)
+    is_interrupted: bool = False
+
+    def add_row(self, row: Row) -> None:
+        self.rows.append(row)
+        self.figures[f"speculation.{row.scenario}.{row.streams}"] = row.ratio
+
+    def add_peer(self, row: PeerRow) -> None:
+        self.peers.append(row)
+        self.figures[row.figure] = row.ratio
+
+    def verdicts(self) -> dict[str, str]:
+        """Figure -> pass, fail or not resolved, for those that have a floor."""
+        return {
+            name: verdict(figure, floor)
+            for name, figure in self.figures.items()
+            for start, floor in FLOORS.items()
+            if name.startswith(start)
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """One object: figures by name, .lo and .hi; rows with the numbers behind them."""
+        figures = dict(self.figures)
+        if self.exactness.num_requests:
+            figures["exact.mismatches"] = Figure.exactly(self.exactness.mismatches)
+            figures["exact.near_ties_per_100k"] = Figure.exactly(self.exactness.near_ties_per_100k)
+        flat: dict[str, float] = {}
+        for name, figure in figures.items():
+            flat.update(figure.entries(name))
+        return {
+            "figures": flat,
+            "verdicts": self.verdicts(),
+            "rows": [asdict(row) for row in self.rows],
+            "peers": [asdict(row) for row in self.peers],
+            "exactness": asdict(self.exactness),
+            "card": self.card,
+            "versions": self.versions,
+            "pairs": self.pairs,
+            "quick": self.is_quick,
+            "interrupted": self.is_interrupted,
+        }
+
+    def show(self, out: Console) -> None:
+        """The tables, then the JSON as the last line."""
+        if self.rows:
+            out.print(self._ratio_table())
+            out.print(
+                "off: the same engine without drafts, same weights, requests and threads. Floors: 0.97 of off, "
+                "1.00 of a peer.",
+                style="dim",
+            )
+        if self.peers:
+            out.print(self._peer_table())
+        self._show_steps(out)
+        self._show_exactness(out)
+        if self.is_interrupted:
+            out.print("interrupted: only what was finished is shown", style="yellow")
+        out.print(json.dumps(self.as_json()), markup=False, soft_wrap=True)
+
+    def show_card(self, out: Console) -> None:
+        for name, text in self.card.items():
+            out.print(f"[bold]{name:10}[/bold] ", end="")
+            out.print(text, markup=False, soft_wrap=True)
+
+    def _ratio_table(self) -> Table:
+        table = _table("with drafts against without, median of pairs, 95 % interval")
+        sources = [name for index, name in enumerate(SOURCE_NAMES) if index != SOURCE_TARGET]
+        shares = [f"by {name} %" for name in sources]
+        for column in (
+            "scenario",
+            "streams",
+            "off tok/s",
+            "on tok/s",
+            "ratio",
+            "tokens/step",
+            *shares,
+            "verdict",
+        ):
+            _add_column(table, column)
+        for row in self.rows:
+            table.add_row(
+                row.scenario,
+                str(row.streams),
+                f"{row.off.value:.0f}",
+                f"{row.on.value:.0f}",
+                str(row.ratio),
+                f"{row.tokens_per_step:.2f}",
+                *(f"{100 * row.accepted[name]:.0f}" for name in sources),
+                self._marked(f"speculation.{row.scenario}.{row.streams}"),
+            )
+        return table
+
+    def _peer_table(self) -> Table:
+        table = _table("against transformers, greedy, float32, its best number of threads")
+        columns = (
+            "peer",
+            "streams",
+            "threads",
+            "peer tok/s",
+            "ours tok/s",
+            "ratio",
+            "same text",
+            "ours",
+            "verdict",
+        )
+        for column in columns:
+            _add_column(table, column)
+        for row in self.peers:
+            table.add_row(
+                row.peer,
+                str(row.streams),
+                str(row.num_threads),
+                f"{row.peer_rate.value:.0f}",
+                f"{row.rate.value:.0f}",
+                str(row.ratio),
+                f"{row.num_same}/{row.num_requests}",
+                row.ours,
+                self._marked(row.figure),
+            )
+        return table
+
+    def _marked(self, name: str) -> str:
+        found = self.verdicts().get(name, "")
+        colour = {"pass": "green", "fail": "red", "not resolved": "yellow"}.get(found, "white")
+        return f"[{colour}]{found}[/{colour}]" if found else ""
+
+    def _show_steps(self, out: Console) -> None:
+        steps = {name: figure for name, figure in self.figures.items() if name.startswith("step.t")}
+        if steps:
+            times = (f"{name[6:]}: {figure.value:.0f}" for name, figure in steps.items() if "_" not in name)
+            out.print(f"\nstep time in us by tree nodes   {'   '.join(times)}")
+        for name, text in (
+            ("step.t8_t1", "eight nodes cost as much as this many steps of one"),
+            ("step.floor", "a step of one node over reading the weights once from memory"),
+            ("prefill.tokens_s", "prompt tokens per second, one stream"),
+        ):
+            if name in self.figures:
+                out.print(f"{name:17} {self.figures[name]!s:32} {text}", markup=False)
+
+    def _show_exactness(self, out: Console) -> None:
+        found = self.exactness
+        if not found.num_requests:
+            return
+        style = "red" if found.mismatches else "green"
+        out.print(
+            f"exact: {found.mismatches} mismatches in {found.num_requests} requests and {found.num_tokens} tokens, "
+            f"on against off; {found.num_judged} tokens also against transformers without a cache; "
+            f"{found.near_ties} near-ties ({found.near_ties_per_100k:.2f} per 100,000 tokens)",
+            style=style,
+        )
+        if found.examples:
+            out.print(f"mismatched: {', '.join(found.examples[:10])}", style="red")
+
+
+def console() -> Console:
+    """stdout, wide enough for the tables where it is no terminal."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 130)
+
+
+def _table(title: str) -> Table:
+    return Table(
+        title=f"\n{title}", title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False
+    )
+
+
+def _add_column(table: Table, name: str) -> None:
+    is_text = name in ("scenario", "peer", "ours", "verdict")
+    table.add_column(name, justify="left" if is_text else "right", no_wrap=name != "peer")
+
+
+def cpu_name() -> str:
+    """As the kernel calls it."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str]:
+    """What the figures depend on."""
+    names = ("paceline", "torch", "transformers", "numpy", "tokenizers")
+    found = {name: version(name) for name in names}
+    return {**found, "python": platform.python_version(), "os": f"{os.uname().sysname} {os.uname().release}"}
