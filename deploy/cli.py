@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 
-from paceline.cluster.config import ClusterConfig, load_config, model_folder, presets
+from paceline.cluster.config import ClusterConfig, ModelConfig, load_config, model_folder, presets
 from paceline.cluster.errors import ConfigError, PacelineError
 from paceline.deploy import local
 
@@ -142,6 +142,45 @@ def status(
         table.add_row(*(str(worker[key]) for key in keys))
     out.print(table)
     out.print(f"{report['phase']}; {report['processes']} processes, {report['resident_mb']} MB resident")
+
+
+@app.command()
+def bench(
+    scenario: Annotated[
+        list[str] | None, typer.Option(help="domains, copy, random; repeatable, all by default.")
+    ] = None,
+    streams: Annotated[
+        list[int] | None, typer.Option(help="Streams at once; repeatable; 1, 4 and 16 by default.")
+    ] = None,
+    pairs: Annotated[int, typer.Option(help="Alternated pairs for each ratio; a figure wants 30.")] = 30,
+    quick: Annotated[bool, typer.Option(help="About a minute; says that it is not a figure.")] = False,
+    target: Annotated[
+        str, typer.Option(help="Model folder, or the name of a bundled one.")
+    ] = ModelConfig().target,
+    draft: Annotated[str, typer.Option(help="The same for the draft.")] = ModelConfig().draft,
+    threads: Annotated[int, typer.Option(help="Threads of the engine; 0 measures which number is best.")] = 0,
+    peers: Annotated[
+        bool, typer.Option(help="Also run `transformers` on the same weights and prompts.")
+    ] = True,
+    out_file: Annotated[Path | None, typer.Option("--json", help="Also write the JSON object here.")] = None,
+) -> None:
+    """Measure the engine on this machine: a card, one table of ratios, one line of JSON."""
+    # Imports torch, which reads its threads' environment once: hence here, after that was set.
+    from paceline.deploy.bench import main as bench_main
+
+    result = bench_main.run(
+        target=target,
+        draft=draft,
+        scenarios=scenario,
+        streams=tuple(streams or (1, 4, 16)),
+        pairs=pairs,
+        quick=quick,
+        threads=threads,
+        peers=peers,
+        json_path=out_file,
+    )
+    if result.get("interrupted"):
+        raise SystemExit(130)
 
 
 @app.command()

@@ -1,6 +1,7 @@
 """pyproject.toml -> what ships: the list of packages and data equals the tree, and `kernels` is never ours alone."""
 
 import importlib.util
+import sys
 import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
@@ -80,6 +81,7 @@ def test_an_installed_kernels_package_wins_over_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same import finds a package of that name further down the path, even with the root first."""
+    monkeypatch.delitem(sys.modules, "kernels", raising=False)
     installed = tmp_path / "kernels" / "__init__.py"
     installed.parent.mkdir()
     installed.write_text("")
