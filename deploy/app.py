@@ -49,8 +49,15 @@ def _deploy(replica: type, num_replicas: int, num_cpus: float, *, threads: int =
 
 
 def _environment(threads: int) -> dict[str, str]:
-    """Threads that wait must sleep: spinning OpenMP threads ruin whoever shares the core."""
+    """What must be set before a worker's process starts.
+
+    Threads that wait must sleep: spinning OpenMP threads ruin whoever shares the core. And freed memory must stay
+    with the process: by default glibc returns large temporaries at once, and each step pays for their page faults
+    again (gathering 2 MB of KV took 770 us instead of 130).
+    """
     return {
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
         "GOMP_SPINCOUNT": "0",

@@ -125,21 +125,13 @@ def status(
         print(json.dumps(report))
         return
     table = Table(title=f"{report.get('model', '')} at {report['gateway']}", title_justify="left")
-    for column in ("role", "id", "state", "pid", "node", "version", "streams", "KV used", "KV free"):
-        table.add_column(column)
+    for column in ("worker", "state", "pid", "version", "streams", "KV blocks"):
+        table.add_column(column, no_wrap=True)
     for worker in report["workers"]:
-        keys = (
-            "role",
-            "id",
-            "state",
-            "pid",
-            "node",
-            "version",
-            "streams",
-            "kv_blocks_used",
-            "kv_blocks_free",
-        )
-        table.add_row(*(str(worker[key]) for key in keys))
+        used, free = worker["kv_blocks_used"], worker["kv_blocks_free"]
+        blocks = f"{used} of {used + free}" if used + free else ""
+        keys = ("id", "state", "pid", "version", "streams")
+        table.add_row(*(str(worker[key]) for key in keys), blocks)
     out.print(table)
     out.print(f"{report['phase']}; {report['processes']} processes, {report['resident_mb']} MB resident")
 

@@ -36,8 +36,11 @@ class AttentionSegment:
     key_slots: Tensor
     positions: Tensor
     own_mask: Tensor | None = None
+    unit: int = 1
+    """key_slots come in runs of this many consecutive slots, each beginning at a multiple of it; divides KEY_BLOCK."""
     _masks: dict[int, Tensor | None] = field(default_factory=dict)
-    _hidden: dict[int, tuple[int, Tensor | None]] = field(default_factory=dict)
+    passes: dict[tuple[int | None, ...], list[cpu.Pass]] = field(default_factory=dict)
+    """What a backend worked out for the step this segment is the first of."""
 
     def mask(self, window: int | None) -> Tensor | None:
         """bool [N, C + N] of visible keys for a sliding window (None: unlimited); None if all are visible.
@@ -48,22 +51,6 @@ class AttentionSegment:
         if key not in self._masks:
             self._masks[key] = self._build_mask(window)
         return self._masks[key]
-
-    def hidden(self, window: int | None) -> tuple[int, Tensor | None]:
-        """(first, bool [N, P - first]): which keys from `first` on a row must not see, padding included.
-
-        All keys before `first` are visible to all rows. The mask is None if there is nothing to hide.
-        """
-        key = window or 0
-        if key not in self._hidden:
-            num_padding = len(self.key_slots) - self.context_len - self.num_rows
-            visible = self.mask(window)
-            if visible is None:
-                visible = torch.ones(self.num_rows, self.context_len + self.num_rows, dtype=torch.bool)
-            first = 0 if window is not None else self.context_len
-            hidden = torch.nn.functional.pad(~visible[:, first:], (0, num_padding), value=True)
-            self._hidden[key] = (first, hidden if bool(hidden.any()) else None)
-        return self._hidden[key]
 
     def _build_mask(self, window: int | None) -> Tensor | None:
         if self.num_rows == 1 and (window is None or self.context_len < window):

@@ -12,7 +12,10 @@ from paceline.cluster.types import KVLayout
 
 
 class KVCache:
-    """The pool's tensors: for each layer K and V as [num_slots + 1, G, D]; slot = block * block_size + offset."""
+    """The pool's tensors, for each layer K and V as [G, num_slots, D]; slot = block * block_size + offset.
+
+    Rows are taken and given as [n, G, D], whatever the storage.
+    """
 
     def __init__(
         self,
@@ -32,8 +35,9 @@ class KVCache:
         )
         self.dtype = dtype
         self.zero_slot = num_blocks * block_size
-        """A row of zeros behind the blocks, never written: attention pads its keys with it."""
-        shape = (num_layers, 2, num_blocks * block_size + 1, num_kv_heads, head_dim)
+        """First of a block of zeros behind the others, never written: attention pads its keys with it."""
+        # One head's rows lie together: attention gathers them into contiguous blocks, and a range of heads is a slice.
+        shape = (num_layers, 2, num_kv_heads, (num_blocks + 1) * block_size, head_dim)
         # Zeros come from the kernel: pages become resident when they are first written.
         self._pool = torch.zeros(shape, dtype=dtype)
 
@@ -45,12 +49,12 @@ class KVCache:
         return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
 
     def keys(self, layer: int) -> Tensor:
-        """[num_slots, G, D]"""
-        return self._pool[layer, 0]
+        """[num_slots, G, D], a view."""
+        return self._pool[layer, 0].transpose(0, 1)
 
     def values(self, layer: int) -> Tensor:
-        """[num_slots, G, D]"""
-        return self._pool[layer, 1]
+        """[num_slots, G, D], a view."""
+        return self._pool[layer, 1].transpose(0, 1)
 
     def slots(self, table: list[int], start: int, stop: int) -> Tensor:
         """int64 [stop - start]: pool slots of token positions [start, stop) of a stream with this block table."""
@@ -60,20 +64,20 @@ class KVCache:
 
     def write(self, layer: int, slots: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> None:
         """Store new rows."""
-        self._pool[layer, 0].index_copy_(0, slots, k_TGD)
-        self._pool[layer, 1].index_copy_(0, slots, v_TGD)
+        self._pool[layer, 0].index_copy_(1, slots, k_TGD.transpose(0, 1))
+        self._pool[layer, 1].index_copy_(1, slots, v_TGD.transpose(0, 1))
 
     def move(self, source: Tensor, destination: Tensor) -> None:
         """Copy all layers' rows from slots to slots (int64 [n]); sources are read before any is overwritten."""
-        self._pool[:, :, destination] = self._pool[:, :, source]
+        self._pool[:, :, :, destination] = self._pool[:, :, :, source]
 
     def gather(self, layer: int, slots: Tensor) -> Tensor:
         """[2, n, G, D] contiguous copy of K and V rows."""
-        return self._pool[layer].index_select(1, slots)
+        return self._pool[layer].index_select(2, slots).transpose(1, 2).contiguous()
 
     def scatter(self, layer: int, slots: Tensor, rows: Tensor) -> None:
         """Inverse of `gather`."""
-        self._pool[layer].index_copy_(1, slots, rows)
+        self._pool[layer].index_copy_(2, slots, rows.transpose(1, 2))
 
 
 def digest(key: bytes, request_id: str, epoch: int, layer: int, start: int, rows: Tensor) -> bytes:

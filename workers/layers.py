@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+_NOTHING: list[float] = []
+
 
 class PackedLinear(nn.Module):
     """y = x W^T + b with W packed once. Flat in the number of rows, and a row's bits do not depend on its batch.
@@ -18,20 +20,23 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         weight = linear.weight.detach().contiguous()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+        self._apply_packed = torch.ops.mkldnn._linear_pointwise.default
+        self._is_wide = linear.in_features > 1024
         self._bias = None if linear.bias is None else linear.bias.detach().clone()
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features], float32."""
-        rows = x.reshape(-1, self.in_features)
-        if rows.shape[0] == 1 and self.in_features > 1024:
-            # The one shape whose bits differ from the batched kernel's: give it a second row.
-            y = torch.ops.mkldnn._linear_pointwise(
-                rows.repeat(2, 1), self._packed, self._bias, "none", [], ""
-            )[:1]
-        else:
-            y = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self._bias, "none", [], "")
-        out: Tensor = y.view(*x.shape[:-1], self.out_features)
+        out: Tensor = self.rows(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
         return out
+
+    def rows(self, x: Tensor) -> Tensor:
+        """[n, in_features] -> [n, out_features] without a module's overhead."""
+        if self._is_wide and x.shape[0] == 1:
+            # The one shape whose bits differ from the batched kernel's: give it a second row.
+            y: Tensor = self._apply_packed(x.repeat(2, 1), self._packed, self._bias, "none", _NOTHING, "")[:1]
+        else:
+            y = self._apply_packed(x, self._packed, self._bias, "none", _NOTHING, "")
+        return y
 
 
 def can_pack() -> bool:

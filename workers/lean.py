@@ -99,7 +99,7 @@ class LeanDecoder:
         cos, sin = self._cos_P1D[batch.position_ids], self._sin_P1D[batch.position_ids]
         half = self._head_dim // 2
         for index, layer in enumerate(self._layers):
-            qkv = layer.qkv(F.rms_norm(x, (self._hidden,), layer.norm_in, self._eps))
+            qkv = layer.qkv.rows(F.rms_norm(x, (self._hidden,), layer.norm_in, self._eps))
             qkv = qkv.view(-1, num_heads + 2 * num_kv, self._head_dim)
             qk, v = qkv[:, : num_heads + num_kv], qkv[:, num_heads + num_kv :]
             if layer.q_norm is not None and layer.k_norm is not None:
@@ -118,15 +118,15 @@ class LeanDecoder:
                 scaling=self._scaling,
                 window=layer.window,
             )
-            x = x + layer.out(attended.view(len(x), -1))
-            gate, up = layer.gate_up(F.rms_norm(x, (self._hidden,), layer.norm_mlp, self._eps)).chunk(
+            x = x + layer.out.rows(attended.view(len(x), -1))
+            gate, up = layer.gate_up.rows(F.rms_norm(x, (self._hidden,), layer.norm_mlp, self._eps)).chunk(
                 2, dim=-1
             )
-            x = x + layer.down(F.silu(gate) * up)
+            x = x + layer.down.rows(F.silu(gate) * up)
         if len(batch.keep) == 0:
             return x.new_empty(0, self._head.out_features)
         kept = x if len(batch.keep) == len(x) else x[batch.keep]
-        logits: Tensor = self._head(F.rms_norm(kept, (self._hidden,), self._norm, self._eps))
+        logits: Tensor = self._head.rows(F.rms_norm(kept, (self._hidden,), self._norm, self._eps))
         return logits
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -68,13 +69,17 @@ class BatchBuilder:
     ) -> None:
         num = len(ids)
         slots = self._cache.slots(table, 0, start + num)
+        # Whole runs of the last block, then zeros: what is gathered beyond the stream's own keys is masked.
+        unit = math.gcd(self._cache.block_size, KEY_BLOCK)
         key_slots = torch.full((-(-len(slots) // KEY_BLOCK) * KEY_BLOCK,), self._cache.zero_slot)
         key_slots[: len(slots)] = slots
         self._ids.append(ids)
         self._positions.append(positions)
         self._slots.append(slots[start:])
         self._segments.append(
-            AttentionSegment(self._num_rows, num, start, key_slots, torch.from_numpy(positions), own_mask)
+            AttentionSegment(
+                self._num_rows, num, start, key_slots, torch.from_numpy(positions), own_mask, unit
+            )
         )
         self._num_rows += num
 

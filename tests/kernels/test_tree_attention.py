@@ -147,7 +147,7 @@ def test_a_window_counts_positions_and_not_slots() -> None:
     right = packed.run(window=4)
     packed.segments[0].positions = torch.arange(6, 18)
     packed.segments[0]._masks.clear()
-    packed.segments[0]._hidden.clear()
+    packed.segments[0].passes.clear()
 
     assert worst(packed.run(window=4), right.double().numpy()) > 100 * TOLERANCE
 
@@ -219,3 +219,41 @@ def test_a_row_has_the_same_bits_alone_in_a_chunk_and_in_a_tree(
 
     assert differences["cpu"] == 0
     assert differences["reference"] > 0
+
+
+@pytest.mark.parametrize("unit", [4, 16, 64])
+def test_runs_of_slots_give_the_same_bits_and_nothing_beyond_a_segment_counts(unit: int) -> None:
+    """Gathering whole runs brings slots of others, or stale ones, along: not even NaN in them reaches a row."""
+    generator = torch.Generator().manual_seed(unit)
+    num_runs = 512 // unit
+    runs = torch.randperm(num_runs, generator=generator)
+    k, v = (torch.randn(512 + unit, 2, 8, generator=generator) for _ in range(2))
+    k[512:] = v[512:] = 0
+    q = torch.randn(60, 4, 8, generator=generator)
+    segments: dict[int, list[AttentionSegment]] = {1: [], unit: []}
+    used = torch.zeros(512 + unit, dtype=torch.bool)
+    used[512:] = True
+    row = 0
+    for context, num in ((37, 1), (5, 3), (100, 40), (64, 16)):
+        num_keys = context + num
+        taken, runs = runs[: -(-num_keys // unit)], runs[-(-num_keys // unit) :]
+        slots = (taken[:, None] * unit + torch.arange(unit)).view(-1)
+        used[slots[:num_keys]] = True
+        keys = torch.full((-(-num_keys // KEY_BLOCK) * KEY_BLOCK,), 512)
+        keys[:num_keys] = slots[:num_keys]
+        for size, found in segments.items():
+            positions = torch.arange(context, num_keys)
+            found.append(AttentionSegment(row, num, context, keys, positions, None, size))
+        row += num
+
+    def run(size: int) -> Tensor:
+        # Stored head by head, as the cache does.
+        stored_k, stored_v = (t.transpose(0, 1).contiguous().transpose(0, 1) for t in (k, v))
+        return tree_attention(q, stored_k, stored_v, segments[size], scaling=0.3)
+
+    expected = run(1)
+    k[~used] = torch.nan
+    v[~used] = torch.nan
+
+    assert (~used).any()
+    assert torch.equal(run(unit), expected)
