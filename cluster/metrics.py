@@ -32,6 +32,10 @@ class Metrics:
         self.tokens = self._counter("tokens_total", "Emitted tokens by source.", "source")
         self.drafted = self._counter("drafted_tokens_total", "Draft nodes that the target verified.")
         self.preemptions = self._counter("preemptions_total", "Streams that gave up their KV blocks.")
+        self.draft_wait_seconds = self._histogram("draft_wait_seconds", "Wait for remote drafts in a step.")
+        self.draft_round_trip_seconds = self._histogram(
+            "draft_round_trip_seconds", "Asking a draft worker to having its answer."
+        )
         self.draft_replies = self._counter("draft_replies_total", "Draft replies by outcome.", "outcome")
         self.kv_prompts = self._counter(
             "kv_prompts_total", 'Prompts by the way their KV came: "link", or "local:<reason>".', "source"

@@ -126,6 +126,8 @@ class Generate(Struct, frozen=True):
     resumed: tuple[int, ...] = ()
     prefill: WorkerInfo | None = None
     draft: WorkerInfo | None = None
+    local_reason: str = ""
+    """Why there is no prefill worker: "short" prompt, or none is ready."""
 
 
 class Prefill(Struct, frozen=True):

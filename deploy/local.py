@@ -124,6 +124,8 @@ def _start(folder: Path, state: dict[str, Any], ray_folder: Path) -> None:
         RAY_AUTH_TOKEN_PATH=str(ray_folder / "token"),
         RAY_USAGE_STATS_ENABLED="0",
         RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
+        # Ray runs its workers at nice 15, behind everything else on the machine: not what serving wants.
+        RAY_worker_niceness="0",
         # Ray replaces a loopback node address by the machine's own, unless it thinks that clusters of several
         # machines are not wanted. On a laptop they are not: nothing should listen to the outside.
         RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",

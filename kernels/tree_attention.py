@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paceline.kernels import tree_attention_cpu as cpu
 from paceline.kernels import tree_attention_reference as reference
+from paceline.kernels import tree_attention_sdpa as sdpa
 
 KEY_BLOCK = cpu.KEY_BLOCK
 
@@ -40,7 +41,9 @@ class AttentionSegment:
     """key_slots come in runs of this many consecutive slots, each beginning at a multiple of it; divides KEY_BLOCK."""
     _masks: dict[int, Tensor | None] = field(default_factory=dict)
     passes: dict[tuple[int | None, ...], list[cpu.Pass]] = field(default_factory=dict)
-    """What a backend worked out for the step this segment is the first of."""
+    """What the shared passes worked out for the step this segment is the first of."""
+    runs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """Runs of slots to gather for this segment alone."""
 
     def mask(self, window: int | None) -> Tensor | None:
         """bool [N, C + N] of visible keys for a sliding window (None: unlimited); None if all are visible.
@@ -75,7 +78,7 @@ def tree_attention(
     scaling: float,
     window: int | None = None,
     softcap: float | None = None,
-    backend: str = "auto",
+    backend: str = "exact",
 ) -> Tensor:
     """Attention of every row over its stream's context and its own ancestors, whose K and V are in the pool already.
 
@@ -83,9 +86,11 @@ def tree_attention(
         q_THD: float32. k_pool_SGD, v_pool_SGD: float32, G divides H.
         segments: cover each row of q exactly once.
         scaling: factor on the scores. window: sliding window in tokens. softcap: tanh cap of the scores.
-        backend: "cpu" (bits independent of the batch), "reference" (plain), or "auto".
+        backend: "exact" (bits independent of the batch, for targets), "fast" (for drafts) or "reference" (plain).
     Returns:
         [T, H, Dv], dtype of q.
     """
+    if backend == "fast" and softcap is None and len(segments) <= sdpa.MAX_SEGMENTS:
+        return sdpa.tree_attention(q_THD, k_pool_SGD, v_pool_SGD, segments, scaling=scaling, window=window)
     run = reference.tree_attention if backend == "reference" else cpu.tree_attention
     return run(q_THD, k_pool_SGD, v_pool_SGD, segments, scaling=scaling, window=window, softcap=softcap)

@@ -182,7 +182,7 @@ class DecodeWorker(Worker):
             delta = Delta(request.id, epoch, start, (), b"", finish="error", error=str(error))
             gateway.send_threadsafe(Deltas((delta,)))
             return
-        session = Session(stream, gateway, None, kv_source="local:assigned")
+        session = Session(stream, gateway, None, kv_source=f"local:{message.local_reason or 'assigned'}")
         if message.prefill is not None:
             session.kv_source = ""
             session.handoff = Handoff(

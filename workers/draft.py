@@ -7,6 +7,7 @@ logits are there anyway. State lost (restart, eviction) is not an error: the str
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -222,6 +223,7 @@ class DraftWorker(Worker):
             model_folder(self.config.model.draft),
             kv_memory_mb=draft.kv_memory_mb,
             block_size=self.config.kv.block_size,
+            attention="fast",
         )
         log.info(
             "kv_pool", worker=self.member.me.worker_id, num_blocks=runner.cache.num_blocks, reason=reason
@@ -244,6 +246,7 @@ class DraftWorker(Worker):
 
     def step(self) -> bool:
         """Apply everything that was asked, draft once for all, answer each peer's newest ask."""
+        started = time.perf_counter()
         asks, self._asks = self._asks, []
         latest: dict[wire.Peer, DraftAsk] = {}
         wanted: dict[wire.Peer, dict[str, str]] = {}
@@ -262,6 +265,8 @@ class DraftWorker(Worker):
             lost = unknown[peer] | {members[key] for key in dropped if key in members}
             if mine or lost:
                 peer.send_threadsafe(Drafts(ask.step, self._engine.runner.version, mine, tuple(sorted(lost))))
+        self.metrics.steps.inc()
+        self.metrics.step_seconds.observe(time.perf_counter() - started)
         return True
 
     def _apply(self, peer: wire.Peer, ask: DraftAsk, wanted: dict[str, str], unknown: set[str]) -> None:

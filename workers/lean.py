@@ -92,7 +92,7 @@ class LeanDecoder:
             window=getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None)),
         )
 
-    def forward(self, batch: PackedBatch, cache: KVCache) -> Tensor:
+    def forward(self, batch: PackedBatch, cache: KVCache, attention: str) -> Tensor:
         """float32 logits [len(keep), V]; see `ModelRunner.forward`."""
         num_heads, num_kv = self._num_heads, self._num_kv_heads
         x = self._embedding[batch.input_ids]
@@ -117,6 +117,7 @@ class LeanDecoder:
                 batch.segments,
                 scaling=self._scaling,
                 window=layer.window,
+                backend=attention,
             )
             x = x + layer.out.rows(attended.view(len(x), -1))
             gate, up = layer.gate_up.rows(F.rms_norm(x, (self._hidden,), layer.norm_mlp, self._eps)).chunk(

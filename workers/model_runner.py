@@ -35,6 +35,7 @@ from paceline.workers.model_batch import BatchBuilder, PackedBatch
 class _Step:
     cache: KVCache
     batch: PackedBatch
+    attention: str
 
 
 def _attention(
@@ -65,6 +66,7 @@ def _attention(
         scaling=scaling if scaling is not None else query.shape[-1] ** -0.5,
         window=sliding_window,
         softcap=softcap,
+        backend=paceline_step.attention,
     )
     return out[None], None
 
@@ -79,7 +81,14 @@ class ModelRunner:
     """One model and its KV pool on one device."""
 
     def __init__(
-        self, model: PreTrainedModel, version: str, *, num_blocks: int, block_size: int, lean: bool = True
+        self,
+        model: PreTrainedModel,
+        version: str,
+        *,
+        num_blocks: int,
+        block_size: int,
+        lean: bool = True,
+        attention: str = "exact",
     ) -> None:
         config = text_config(model.config)
         self.version = version
@@ -94,6 +103,7 @@ class ModelRunner:
             block_size=block_size,
             model_version=version,
         )
+        self._attention = attention
         self._model: PreTrainedModel | None = model
         self._lean: LeanDecoder | None = None
         self.path = "transformers"
@@ -135,13 +145,13 @@ class ModelRunner:
     def forward(self, batch: PackedBatch) -> Tensor:
         """Run one packed batch; float32 logits [len(keep), V]."""
         if self._lean is not None:
-            return self._lean.forward(batch, self.cache)
+            return self._lean.forward(batch, self.cache, self._attention)
         assert self._model is not None
         common = {
             "input_ids": batch.input_ids[None],
             "position_ids": batch.position_ids[None],
             "use_cache": False,
-            "paceline_step": _Step(self.cache, batch),
+            "paceline_step": _Step(self.cache, batch, self._attention),
         }
         if len(batch.keep) == 0:
             self._model.base_model(**common)
@@ -151,11 +161,12 @@ class ModelRunner:
 
 
 def load_runner(
-    folder: Path, *, kv_memory_mb: int, block_size: int, lean: bool = True
+    folder: Path, *, kv_memory_mb: int, block_size: int, lean: bool = True, attention: str = "exact"
 ) -> tuple[ModelRunner, str]:
     """Load weights and make the pool; also returns why the pool has the size it has.
 
-    `lean=False` keeps to the plain Hugging Face forward.
+    `lean=False` keeps to the plain Hugging Face forward. `attention` is a backend of `tree_attention`: "exact" for
+    targets, "fast" for drafts.
 
     Raises:
         ModelError: the folder, its weights or its family cannot be used.
@@ -169,7 +180,10 @@ def load_runner(
         raise ModelError(f"kv_memory_mb={kv_memory_mb}: not room for one block of {per_block} bytes")
     reason = f"{kv_memory_mb} MB / ({per_block} bytes a block of {block_size} tokens)"
     version = weights_version(folder)
-    return ModelRunner(model, version, num_blocks=num_blocks, block_size=block_size, lean=lean), reason
+    runner = ModelRunner(
+        model, version, num_blocks=num_blocks, block_size=block_size, lean=lean, attention=attention
+    )
+    return runner, reason
 
 
 def load_model_config(folder: Path) -> PreTrainedConfig:

@@ -200,7 +200,9 @@ class ClusterStreams:
         report.decode_workers.append(assignment.decode.worker_id)
         report.draft_worker = assignment.draft.worker_id if assignment.draft is not None else ""
         report.prefill_worker = assignment.prefill.worker_id if assignment.prefill is not None else ""
-        decode.send(Generate(request, epoch, tuple(output), assignment.prefill, assignment.draft))
+        decode.send(
+            Generate(request, epoch, tuple(output), assignment.prefill, assignment.draft, assignment.reason)
+        )
         if assignment.prefill is not None:
             try:
                 await self._start_prefill(request, attempt, output, assignment)

@@ -48,7 +48,7 @@ def draft_model(folder: Path, speculation: SpeculationConfig | None = None) -> D
     """The default drafter: a draft model in the same process, trees as deep and wide as the cluster's default."""
     shape = speculation or SpeculationConfig()
     config = DraftConfig()
-    runner, _ = load_runner(folder, kv_memory_mb=config.kv_memory_mb, block_size=BLOCK_SIZE)
+    runner, _ = load_runner(folder, kv_memory_mb=config.kv_memory_mb, block_size=BLOCK_SIZE, attention="fast")
 
     def make(target: ModelRunner) -> Drafter:
         engine = DraftEngine(runner, token_budget=config.token_budget)

@@ -68,7 +68,7 @@ async def test_received_kv_is_bit_equal_to_locally_computed_kv(models: Path) -> 
             if prefills:
                 await cluster.add(PrefillWorker, "0")
             _, report = await cluster.run(h.request("r", PROMPT, 1))
-            assert report.kv_sources == ["link" if prefills else "local:assigned"]
+            assert report.kv_sources == ["link" if prefills else "local:no_prefill_worker"]
             cache = decode._engine.runner.cache
             num = len(PROMPT) - 1
             pools.append(torch.stack([cache.gather(i, torch.arange(num)) for i in range(3)]))
@@ -184,7 +184,7 @@ async def test_a_prefill_worker_that_dies_in_mid_transfer_costs_only_a_recompute
         assert len(seen) >= 4 and tokens == expected
         assert report.kv_sources == ["local:prefill_lost"]
         tokens, report = await cluster.run(h.request("next", PROMPT, NUM, **HOW))
-        assert tokens == expected and report.kv_sources == ["local:assigned"]
+        assert tokens == expected and report.kv_sources == ["local:no_prefill_worker"]
 
 
 async def test_a_decode_worker_that_dies_in_mid_stream_is_replaced_by_another(

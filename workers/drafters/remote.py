@@ -161,7 +161,8 @@ class RemoteDrafter(Drafter):
         asked = {s.key: s for s in streams if self._is_asked(s)}
         sources = {id(d.source): d.source for d in (self._streams[key] for key in asked)}
         waits = {name: source.patience.wait_s() for name, source in sources.items()}
-        deadline = time.monotonic() + max(waits.values(), default=0.0)
+        began = time.monotonic()
+        deadline = began + max(waits.values(), default=0.0)
         with self._changed:
             while asked and not all(self._is_fresh(s) for s in asked.values()):
                 left = deadline - time.monotonic()
@@ -169,6 +170,8 @@ class RemoteDrafter(Drafter):
                     break
             found = {key: self._mailbox.pop(key) for key in asked if key in self._mailbox}
             arrived, self._arrived = self._arrived, {}
+        if asked:
+            self._metrics.draft_wait_seconds.observe(time.monotonic() - began)
         self._note_answers(arrived)
         for name, source in sources.items():
             members = [s for key, s in asked.items() if self._streams[key].source is source]
@@ -226,6 +229,7 @@ class RemoteDrafter(Drafter):
             began = source.asked_at.pop(step, None)
             if began is not None and step == source.step:
                 source.patience.answered(at - began)
+                self._metrics.draft_round_trip_seconds.observe(at - began)
 
     def _tree(self, stream: Stream, reply: DraftTree | None) -> Tree | None:
         """A checked tree; how each reply fared is counted."""
