@@ -121,8 +121,8 @@ class SpeculationConfig(Section):
     worker that misses is not waited for again until it answers in time."""
 
     suffix: bool = False
-    """Also copy from the stream's own past and from finished answers. Best with control=measured, which drops the
-    copies that do not pay."""
+    """Also copy from the stream's own past: prompt and answer. Best with control=measured, which drops the copies
+    that do not pay."""
     control: Literal["fixed", "measured"] = "fixed"
     """fixed: ask for and verify `depth` x `width` in every step. measured: step times are measured at start, and each
     step asks whom and verifies what pays, nothing included."""

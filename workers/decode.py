@@ -87,7 +87,9 @@ class DecodeWorker(Worker):
         )
         speculation = self.config.speculation
         self._drafter = RemoteDrafter(speculation, self.metrics, runner.vocab_size, self._connect_draft)
-        sources: list[Drafter] = [*([SuffixDrafter()] if speculation.suffix else []), self._drafter]
+        # No store of finished answers: nothing of a request may outlive it unless its tenant agreed to that.
+        copies = [SuffixDrafter(max_store_tokens=0)] if speculation.suffix else []
+        sources: list[Drafter] = [*copies, self._drafter]
         controller = Controller(measure_step_cost(runner)) if speculation.control == "measured" else None
         self._engine = Engine(
             runner,

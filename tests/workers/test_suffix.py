@@ -491,6 +491,17 @@ def test_forgetting_leaves_the_matches_of_what_is_left(pasts: list[list[int]], t
     assert [match.pasts(-1, 8) for match in found] == [match.pasts(-1, 8) for match in expected]
 
 
+def test_a_store_without_room_keeps_nothing_of_a_finished_stream() -> None:
+    """What nobody agreed to keep must not turn up in another stream's draft."""
+    drafter = SuffixDrafter(max_store_tokens=0)
+    finish(drafter, "first", list(range(40, 90)))
+    other = stream("second", list(range(40, 60)))
+    drafter.open(other)
+
+    assert drafter.propose([other]) == [None]
+    assert drafter.store.num_tokens == 0
+
+
 # -- the engine ------------------------------------------------------------------------------------------
 
 

@@ -289,7 +289,9 @@ class FinishedOutputs:
         self._num_added = 0
 
     def add(self, token_ids: IntArray, tenant: str = "") -> None:
-        """Keep an output. It can be found once `index` came to it."""
+        """Keep an output. It can be found once `index` came to it. With room for nothing, nothing is kept."""
+        if self._max_tokens <= MIN_MATCH:
+            return
         token_ids = token_ids[: self._max_tokens - 1]
         if len(token_ids) <= MIN_MATCH:
             return
