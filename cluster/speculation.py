@@ -14,6 +14,17 @@ from paceline.cluster.types import SOURCE_DRAFT, SOURCE_TARGET
 IntArray = npt.NDArray[np.int32]
 
 
+_ROOT = (
+    np.asarray([-1], np.int32),
+    np.zeros(1, np.int32),
+    np.asarray([SOURCE_TARGET], np.uint8),
+    np.ones(1, np.float32),
+)
+"""Parents, depths, sources and scores of every plain step: shared, never written."""
+for _array in _ROOT:
+    _array.setflags(write=False)
+
+
 @dataclass(frozen=True, slots=True)
 class Tree:
     """Nodes of one stream's step. Node 0 is the root: the pending token, decided but not yet in the KV pool.
@@ -39,7 +50,7 @@ class Tree:
     @classmethod
     def root_only(cls, token: int) -> Tree:
         """The tree of a plain decode step."""
-        return cls.build(token, (), ())
+        return cls(np.asarray([token], np.int32), *_ROOT)
 
     @classmethod
     def build(

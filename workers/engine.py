@@ -73,6 +73,7 @@ class Engine:
         self.max_context = min(max_context or runner.max_context, runner.max_context)
         self._drafter = drafter
         self._metrics = metrics or Metrics()
+        self._token_counters = [self._metrics.tokens.labels(name) for name in SOURCE_NAMES]
         self._arrivals = 0
         self._noise = CachedNoise()
 
@@ -252,8 +253,9 @@ class Engine:
         stream.num_computed = min(stream.num_computed, stream.num_tokens)
         self.pool.shrink(stream.key, stream.num_tokens)
         for source in sources:
-            self._metrics.tokens.labels(SOURCE_NAMES[source]).inc()
-        self._metrics.drafted.inc(num_drafted)
+            self._token_counters[source].inc()
+        if num_drafted:
+            self._metrics.drafted.inc(num_drafted)
         version = self._drafter.version(stream) if self._drafter is not None else ""
         emission = Emission(
             stream, start, tuple(tokens), bytes(sources), num_drafted, finish, draft_version=version

@@ -34,6 +34,8 @@ def match(tree: Tree, decided: npt.NDArray[np.int64]) -> Verdict:
     >>> match(tree, np.array([7, 9, 0, 4]))   # 7 is right, behind it 9 beats 8, behind 9 comes 4
     Verdict(path=(1, 3), emitted=4)
     """
+    if tree.num_drafted == 0:
+        return Verdict((), int(decided[0]))
     at = 0
     path: list[int] = []
     while True:
