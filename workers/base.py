@@ -12,7 +12,8 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import msgspec
 import structlog
@@ -52,6 +53,7 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name=f"{self.role}-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_stuck = False
+        self._spawned: set[asyncio.Future[None]] = set()
 
     # -- what a subclass provides (engine thread) --------------------------------------------------------
 
@@ -140,6 +142,12 @@ class Worker:
         except RuntimeError:  # the loop closed: the process is on its way out
             return
 
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine on the event loop (its thread only); held until it is done, as asyncio does not."""
+        task = asyncio.ensure_future(work)
+        self._spawned.add(task)
+        task.add_done_callback(self._spawned.discard)
+
     def _run(self) -> None:
         try:
             while self._drain_inbox():
@@ -150,7 +158,7 @@ class Worker:
             self.failure = error
             self.state = "draining"
             # Peers must notice now, not at the next health check: streams move on when connections close.
-            self.soon(lambda: asyncio.ensure_future(self.member.close()))
+            self.soon(lambda: self.spawn(self.member.close()))
 
     def _drain_inbox(self) -> bool:
         """Run all waiting jobs; wait for one if there is no other work. False when told to stop."""

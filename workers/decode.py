@@ -6,7 +6,6 @@ whatever reason, the stream computes its prompt here instead, and says so in its
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass
 
@@ -131,7 +130,7 @@ class DecodeWorker(Worker):
                 return
             self.post(lambda: self._drafter.connected(worker, peer))
 
-        self.soon(lambda: asyncio.ensure_future(connect()))
+        self.soon(lambda: self.spawn(connect()))
 
     # -- engine thread: messages -------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ A hand-off that fails for any reason is dropped: the decode worker then computes
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass, field
 from enum import Enum
@@ -108,7 +107,7 @@ class PrefillWorker(Worker):
     def on_message(self, peer: wire.Peer, message: Message) -> None:
         match message:
             case Prefill():
-                asyncio.ensure_future(self._accept(peer, message))
+                self.spawn(self._accept(peer, message))
             case Credit(link_key, seq, accept):
                 for link in list(self._links.values()):
                     if link.key == link_key:

@@ -230,6 +230,30 @@ async def test_a_dead_or_hung_draft_worker_changes_no_text(
         assert seconds < 3.0
 
 
+async def test_an_engine_that_fails_moves_its_streams_and_fails_its_health_check(
+    models: Path, expected: list[int]
+) -> None:
+    """An exception in the engine thread is a death like any other: connections close, Serve is told."""
+    async with h.cluster(models) as cluster:
+        await cluster.add(PrefillWorker, "0")
+        await cluster.add(DecodeWorker, "a")
+        await cluster.add(DecodeWorker, "b")
+        report = StreamReport()
+        tokens: list[int] = []
+        async for event in cluster.streams.run(h.request("r", PROMPT, NUM, **HOW), report):
+            tokens.extend(event.tokens)
+            if len(report.decode_workers) == 1:
+                first = next(w for w in cluster.workers if w.member.me.worker_id == report.decode_workers[0])
+                first._engine.step = lambda: 1 / 0  # type: ignore[method-assign]
+        await cluster.until(lambda: first.failure is not None)
+        cluster.workers.remove(first)
+
+        assert tokens == expected
+        assert len(set(report.decode_workers)) == 2
+        with pytest.raises(RuntimeError, match=f"engine thread of {report.decode_workers[0]} died"):
+            first.check()
+
+
 async def test_a_cancelled_stream_frees_its_blocks_everywhere(models: Path) -> None:
     """The consumer closes its iterator in mid-stream; a second later no worker holds anything of it."""
     async with h.cluster(models) as cluster:
@@ -242,6 +266,7 @@ async def test_a_cancelled_stream_frees_its_blocks_everywhere(models: Path) -> N
         await events.aclose()  # type: ignore[attr-defined]
 
         await cluster.until(lambda: all(w.num_streams() == 0 for w in cluster.workers), limit_s=1.0)
+        assert all(w.blocks()[0] == 0 for w in cluster.workers if not isinstance(w, DraftWorker))
 
 
 def _refused(worker: DecodeWorker) -> dict[str, float]:
