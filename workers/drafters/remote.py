@@ -19,6 +19,7 @@ from paceline.cluster.wire import Peer
 from paceline.workers.drafters.base import Drafter
 
 _MAX_NODES = 256
+_MAX_REOPENED = 3
 
 
 @dataclass(slots=True)
@@ -41,6 +42,8 @@ class _Drafting:
     sent_len: int = 0
     """Tokens the draft worker was told of; 0 means it must be told all of them."""
     last_version: str = ""
+    num_unknown: int = 0
+    """Times in a row that it was told to the draft worker and not known there afterwards."""
 
 
 class RemoteDrafter(Drafter):
@@ -114,8 +117,9 @@ class RemoteDrafter(Drafter):
         by_source: dict[int, list[Stream]] = {}
         for stream in streams:
             drafting = self._streams.get(stream.key)
-            if drafting is not None and drafting.source.peer is not None:
-                by_source.setdefault(drafting.source.worker.incarnation, []).append(stream)
+            if drafting is None or drafting.source.peer is None or drafting.num_unknown >= _MAX_REOPENED:
+                continue
+            by_source.setdefault(drafting.source.worker.incarnation, []).append(stream)
         for incarnation, members in by_source.items():
             self._ask(self._sources[incarnation], members)
 
@@ -124,6 +128,7 @@ class RemoteDrafter(Drafter):
         with self._changed:
             lost = self._unknown & {stream.key for stream in streams}
             self._unknown -= lost
+        streams = [s for s in streams if s.key not in lost or self._may_reopen(s.key)]
         opens: list[DraftOpen] = []
         advances: list[DraftAdvance] = []
         for stream in streams:
@@ -143,6 +148,12 @@ class RemoteDrafter(Drafter):
         source.step += 1
         source.asked_at[source.step] = time.monotonic()
         self._send(source, tuple(opens), tuple(advances), ())
+
+    def _may_reopen(self, key: str) -> bool:
+        """A stream its draft worker cannot hold (too long for it, a token it lacks) is not sent again and again."""
+        drafting = self._streams[key]
+        drafting.num_unknown += 1
+        return drafting.num_unknown < _MAX_REOPENED
 
     def _send(
         self,
@@ -249,5 +260,6 @@ class RemoteDrafter(Drafter):
         self._metrics.draft_replies.labels("used").inc()
         drafting = self._streams[stream.key]
         drafting.last_version = drafting.source.version
+        drafting.num_unknown = 0
         root = int(stream.buffer[stream.num_tokens - 1])
         return Tree.build(root, reply.tokens, reply.parents, scores=reply.scores) if reply.tokens else None
