@@ -153,12 +153,10 @@ class Controller:
 
     # -- how much to verify ------------------------------------------------------------------------------
 
-    def choose(self, trees: Sequence[Tree | None], num_other_rows: int = 0) -> list[Tree | None]:
+    def choose(self, trees: Sequence[Tree | None]) -> list[Tree | None]:
         """Cut all streams' trees to the nodes that maximise expected tokens per second; None where nothing is left.
 
-        Args:
-            trees: one for each stream that is caught up.
-            num_other_rows: rows the step has anyway (prompt chunks).
+        `trees` has one entry for each stream that is caught up.
         """
         calibrated = [None if tree is None else self._calibration.calibrated(tree) for tree in trees]
         products = [np.empty(0, np.float32) if t is None else t.path_products()[1:] for t in calibrated]
@@ -168,7 +166,7 @@ class Controller:
             return [None] * len(trees)
         order = np.argsort(-flat, kind="stable")[: self._max_nodes]
         gains = np.concatenate([[0.0], np.cumsum(flat[order], dtype=np.float64)])
-        rows = len(trees) + num_other_rows + np.arange(len(gains))
+        rows = len(trees) + np.arange(len(gains))
         best = int(np.argmax((len(trees) + gains) / self.cost(rows)))
         taken = order[:best]
         offsets = np.concatenate([[0], np.cumsum([len(p) for p in products])])

@@ -108,7 +108,21 @@ class RouterReplica:
         return self._address
 
 
-class ControlReplica:
+class _HttpReplica:
+    """A member of the cluster with an HTTP listener."""
+
+    _http: _HttpListener
+    _member: Member
+
+    async def check_health(self) -> None:
+        self._http.check()
+
+    async def __del__(self) -> None:
+        await self._http.close()
+        await self._member.close()
+
+
+class ControlReplica(_HttpReplica):
     """Merged metrics and status on the operator's port."""
 
     async def __init__(self, config: ClusterConfig, secrets: Secrets, router: Any) -> None:  # type: ignore[misc]
@@ -120,15 +134,8 @@ class ControlReplica:
         await self._member.start()
         await self._http.start()
 
-    async def check_health(self) -> None:
-        self._http.check()
 
-    async def __del__(self) -> None:
-        await self._http.close()
-        await self._member.close()
-
-
-class GatewayReplica:
+class GatewayReplica(_HttpReplica):
     """OpenAI's API on its own listener."""
 
     async def __init__(self, config: ClusterConfig, secrets: Secrets, router: Any, others: list[Any]) -> None:  # type: ignore[misc]
@@ -147,13 +154,6 @@ class GatewayReplica:
         self._http = _HttpListener(app, config.gateway.host, config.gateway.port)
         await self._member.start()
         await self._http.start()
-
-    async def check_health(self) -> None:
-        self._http.check()
-
-    async def __del__(self) -> None:
-        await self._http.close()
-        await self._member.close()
 
 
 class _EngineReplica:

@@ -4,7 +4,8 @@
     u = (x + 0.5) * 2^-32        E = -log1p(-u)        G = -log(E)
 
 Counted by global token id, so vocabulary shards agree. Large G, which decides the argmax, comes from small u, where
-float32 is fine-grained; the naive -log(-log u) puts it at u near 1, where float32 has steps of 6e-8.
+floating point is fine-grained; the naive -log(-log u) puts it at u near 1, where float32 has steps of 6e-8. E is
+computed in float64: in float32 the largest words would round to u = 1.
 
 Legend: R rows (one for each distinct stream and position), K token ids.
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011) for Philox.

@@ -11,8 +11,8 @@ _NOTHING: list[float] = []
 class PackedLinear(nn.Module):
     """y = x W^T + b with W packed once. Flat in the number of rows, and a row's bits do not depend on its batch.
 
-    Measured on two threads, 512 -> 4096: 501/529/519/595/685/956 us at 1/2/4/8/16/32 rows, where nn.Linear took
-    490/505/888/1158/2124/2344. Packing is explicit and per handle, so weights can be swapped by packing aside.
+    `paceline bench` shows the first as step.t8_t1, `tests/workers/test_layers.py` checks the second. Packing is explicit
+    and per handle, so weights can be swapped by packing aside.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
