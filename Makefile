@@ -54,8 +54,8 @@ types: dev ## mypy over the packages under their import names
 bench: install ## measure this machine: a card, one ratio table, one JSON line
 	@$(BIN)/paceline bench $(ARGS)
 
-models: install ## train the bundled pair of models again, into deploy/models/tiny
-	$(BIN)/python -m paceline.deploy.models.build --out deploy/models/tiny $(ARGS)
+models: install ## train the bundled pair of models again, into deploy/models/bundled
+	$(BIN)/python -m paceline.deploy.models.build --out deploy/models/bundled $(ARGS)
 
 clean: ## remove build outputs and caches; the environment stays
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov

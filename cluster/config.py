@@ -29,11 +29,11 @@ Cpus = Annotated[float, Field(gt=0, le=256)]
 class ModelConfig(Section):
     """Which weights are served."""
 
-    name: str = "paceline-tiny"
+    name: str = "paceline-small"
     """The name clients send as `model`."""
-    target: str = "tiny/target"
+    target: str = "bundled/target"
     """Folder with config.json, tokenizer.json and safetensors; a relative path is looked up among the bundled models."""
-    draft: str = "tiny/draft"
+    draft: str = "bundled/draft"
     """Same for the draft model. It must use the target's tokenizer."""
 
 
@@ -158,6 +158,9 @@ class KVConfig(Section):
 
     block_size: Annotated[int, Field(ge=8, le=256)] = 16
     """Tokens per block. 16 keeps waste small; larger blocks mean fewer table entries."""
+    prefix_cache: bool = True
+    """Keep KV of full blocks after their streams ended, until the room is needed: a prompt that begins like an earlier
+    one of the same `cache_salt` is computed from where it differs. The text never depends on it."""
     min_remote_tokens: Annotated[int, Field(ge=1, le=1 << 20)] = 16
     """Prompts with fewer tokens of KV to compute than this are computed by the decode worker itself."""
 
@@ -250,7 +253,7 @@ def find_config(source: str | Path) -> Path:
 
 
 def model_folder(name: str) -> Path:
-    """A model folder: a path, or the name of a bundled one such as `tiny/target`.
+    """A model folder: a path, or the name of a bundled one such as `bundled/target`.
 
     Raises:
         ConfigError: there is no such folder.

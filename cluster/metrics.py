@@ -32,6 +32,12 @@ class Metrics:
         self.tokens = self._counter("tokens_total", "Emitted tokens by source.", "source")
         self.drafted = self._counter("drafted_tokens_total", "Draft nodes that the target verified.")
         self.preemptions = self._counter("preemptions_total", "Streams that gave up their KV blocks.")
+        self.prefix_query_tokens = self._counter(
+            "prefix_query_tokens_total", "Tokens of streams that looked for their prefix in the KV cache."
+        )
+        self.prefix_hit_tokens = self._counter(
+            "prefix_hit_tokens_total", "Tokens whose KV was found in the cache and not computed."
+        )
         self.draft_wait_seconds = self._histogram("draft_wait_seconds", "Wait for remote drafts in a step.")
         self.draft_round_trip_seconds = self._histogram(
             "draft_round_trip_seconds", "Asking a draft worker to having its answer."

@@ -30,7 +30,9 @@ def ready_workers(workers: Iterable[WorkerInfo], role: Role, avoid: Iterable[int
 
 
 def choose(route: Route, workers: Iterable[WorkerInfo], *, min_remote_tokens: int) -> Assignment:
-    """The routing policy: decode by load, prefill by load unless the prompt is too short, draft sticky by id.
+    """The routing policy: decode by load, prefill by load, draft sticky by id.
+
+    No prefill worker for a prompt that is too short, or whose logits are wanted.
 
     Returns an assignment whose `decode` is None when no decode worker is ready.
     """
@@ -42,6 +44,8 @@ def choose(route: Route, workers: Iterable[WorkerInfo], *, min_remote_tokens: in
     reason = ""
     if route.num_tokens - 1 < min_remote_tokens:
         reason = "short"
+    elif route.needs_prompt_logits:
+        reason = "prompt_logits"
     else:
         prefills = ready_workers(everyone, "prefill", route.avoid)
         prefill = prefills[0] if prefills else None

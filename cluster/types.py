@@ -46,6 +46,27 @@ class Sampling(Struct, frozen=True):
     """Index among the `n` choices of a prompt; part of the noise key."""
     prompt_index: int = 0
     """Index among the prompts of one HTTP request; part of the noise key."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens in prompt or output are divided by it where positive, multiplied where negative."""
+    presence_penalty: float = 0.0
+    """Taken once from the logit of every token in the output."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit for each time it stands in the output."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Added to logits: (token id, bias), each id once."""
+    min_tokens: int = 0
+    """Output tokens before a stop token of the request can be drawn."""
+
+    @property
+    def is_adjusted(self) -> bool:
+        """Logits change before temperature: by bias, penalties or minimum length."""
+        return bool(
+            self.repetition_penalty != 1
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.logit_bias
+            or self.min_tokens
+        )
 
 
 class Request(Struct, frozen=True):
@@ -58,6 +79,19 @@ class Request(Struct, frozen=True):
     stop_ids: tuple[int, ...] = ()
     """Tokens that end the stream; they are emitted, the gateway leaves them out of the text."""
     speculate: bool = True
+    logprobs: int | None = None
+    """Alternatives to report with each output token's log-probability; None asks for no log-probability at all."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt."""
+    priority: int = 0
+    """Lower runs earlier and is preempted later; equal ones go by arrival."""
+    cache_salt: str = ""
+    """Only streams with the same salt share KV of equal prefixes: others could tell from the time it takes."""
+
+    @property
+    def needs_prompt_logits(self) -> bool:
+        """The prompt has to be computed where the stream runs: KV that comes from elsewhere brings no logits."""
+        return self.prompt_logprobs is not None
 
 
 # --- directory ------------------------------------------------------------------------------------------
@@ -102,6 +136,8 @@ class Route(Struct, frozen=True):
     num_tokens: int
     speculate: bool
     avoid: tuple[int, ...] = ()
+    needs_prompt_logits: bool = False
+    """A prefill worker would be of no use."""
 
 
 class Assignment(Struct, frozen=True):
@@ -127,7 +163,7 @@ class Generate(Struct, frozen=True):
     prefill: WorkerInfo | None = None
     draft: WorkerInfo | None = None
     local_reason: str = ""
-    """Why there is no prefill worker: "short" prompt, or none is ready."""
+    """Why there is no prefill worker: "short" prompt, "prompt_logits" wanted, or none is ready."""
 
 
 class Prefill(Struct, frozen=True):
@@ -137,6 +173,9 @@ class Prefill(Struct, frozen=True):
     epoch: int
     token_ids: tuple[int, ...]
     decode: WorkerInfo
+    priority: int = 0
+    """These two are the request's."""
+    cache_salt: str = ""
 
 
 class PrefillLost(Struct, frozen=True):
@@ -151,6 +190,20 @@ class Cancel(Struct, frozen=True):
 
     request_id: str
     epoch: int
+
+
+class Logprobs(Struct, frozen=True):
+    """Log-probabilities of n tokens in a row, by the model's own logits: before bias, penalties, temperature, filters.
+
+    Flat little-endian arrays. own: float32 [n], of the tokens themselves. ranks: int32 [n], how many tokens are at least
+    as probable, itself included. top_ids, top: int32 and float32 [n, num_top], the most probable tokens, best first.
+    """
+
+    num_top: int
+    own: bytes
+    ranks: bytes
+    top_ids: bytes
+    top: bytes
 
 
 class Delta(Struct, frozen=True):
@@ -168,6 +221,10 @@ class Delta(Struct, frozen=True):
     kv_bytes: int = 0
     draft_version: str = ""
     error: str = ""
+    logprobs: Logprobs | None = None
+    """Of these tokens, if the request asked."""
+    prompt_logprobs: Logprobs | None = None
+    """Of the prompt without its first token, with the first output tokens of an attempt, if the request asked."""
 
 
 class Deltas(Struct, frozen=True):
@@ -278,6 +335,10 @@ class DraftOpen(Struct, frozen=True):
     token_ids: tuple[int, ...]
     sampling: Sampling
     num_prompt: int
+    stop_ids: tuple[int, ...] = ()
+    """The request's: its minimum length holds them back."""
+    cache_salt: str = ""
+    """The request's."""
 
 
 class DraftAdvance(Struct, frozen=True):

@@ -22,7 +22,9 @@ from rich.table import Table
 
 from paceline.cluster.config import ClusterConfig, ModelConfig, load_config, model_folder, presets
 from paceline.cluster.errors import ConfigError, PacelineError
+from paceline.cluster.pair import check_pair
 from paceline.deploy import local
+from paceline.workers.model_files import check_model_files
 
 app = typer.Typer(
     add_completion=False,
@@ -34,6 +36,8 @@ out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
 Name = Annotated[str, typer.Option(help="Name of the local cluster; several can run side by side.")]
+Preset = Annotated[str | None, typer.Option(help="A bundled preset.")]
+ConfigFile = Annotated[Path | None, typer.Option(help="A YAML file with the same sections as a preset.")]
 Settings = Annotated[list[str] | None, typer.Option("--set", help="section.field=value, repeatable.")]
 START_LIMIT_S = 240.0
 
@@ -49,10 +53,8 @@ def main() -> None:
 
 @app.command()
 def serve(
-    preset: Annotated[str | None, typer.Option(help="A bundled preset.")] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="A YAML file with the same sections as a preset.")
-    ] = None,
+    preset: Preset = None,
+    config: ConfigFile = None,
     settings: Settings = None,
     port: Annotated[
         int | None, typer.Option(help="Short for --set gateway.port=N; 0 takes a free one.")
@@ -63,11 +65,13 @@ def serve(
     name: Name = "local",
 ) -> None:
     """Start a whole cluster on this machine and say when it is ready."""
-    if preset is not None and config is not None:
-        raise ConfigError("--preset and --config: give one of them")
     extra = [] if port is None else [f"gateway.port={port}"]
-    resolved = _with_free_ports(load_config(config or preset or "laptop", [*(settings or []), *extra]))
-    model_folder(resolved.model.target), model_folder(resolved.model.draft)
+    resolved = _with_free_ports(_load(preset, config, [*(settings or []), *extra]))
+    target, draft = model_folder(resolved.model.target), model_folder(resolved.model.draft)
+    check_model_files(target)
+    if resolved.speculation.enabled and resolved.draft.replicas:
+        check_model_files(draft)
+        check_pair(target, draft)
     folder = local.run_folder(name)
     running = local.read_state(folder)
     if running is not None and local.processes_of(running["run_id"]):
@@ -176,6 +180,23 @@ def bench(
 
 
 @app.command()
+def profile(
+    preset: Preset = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+    quick: Annotated[bool, typer.Option(help="Fewer points and repeats, under 20 s.")] = False,
+    out_file: Annotated[
+        Path, typer.Option("--out", help="Where the JSON goes; an older profile there is replaced.")
+    ] = Path("paceline-profile.json"),
+) -> None:
+    """Measure what planning needs: step times, prefill, drafts, threads and a KV link on this machine."""
+    # Imports torch, which reads its threads' environment once: hence here, after that was set.
+    from paceline.deploy.profile import main as profile_main
+
+    profile_main.run(_load(preset, config, settings or []), out_file, quick=quick)
+
+
+@app.command()
 def explain() -> None:
     """List every configuration field with its default and meaning."""
     for field_name, section in ClusterConfig.model_fields.items():
@@ -197,6 +218,12 @@ def version() -> None:
 
 
 # --- serve, in parts ------------------------------------------------------------------------------------
+
+
+def _load(preset: str | None, config: Path | None, settings: list[str]) -> ClusterConfig:
+    if preset is not None and config is not None:
+        raise ConfigError("--preset and --config: give one of them")
+    return load_config(config or preset or "laptop", settings)
 
 
 def _with_free_ports(config: ClusterConfig) -> ClusterConfig:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from paceline.kernels import keyed_noise_jit as jit
 from paceline.kernels import keyed_noise_reference as reference
 
 
@@ -40,11 +41,20 @@ def gumbel(
 
 
 def gumbel_vocabulary(
-    seeds_R: Tensor, positions_R: Tensor, choices_R: Tensor, prompts_R: Tensor, num_ids: int
+    seeds_R: Tensor,
+    positions_R: Tensor,
+    choices_R: Tensor,
+    prompts_R: Tensor,
+    num_ids: int,
+    *,
+    backend: str = "jit",
 ) -> Tensor:
     """`gumbel` for the ids 0..num_ids-1, at a quarter of the work: four ids share a counter.
+
+    `backend` is "jit" or "reference"; both give the same bits.
 
     Returns:
         float32 [R, num_ids], equal to `gumbel(..., arange(num_ids))` bit for bit.
     """
-    return reference.gumbel_vocabulary(seeds_R, positions_R, choices_R, prompts_R, num_ids)
+    run = jit.gumbel_vocabulary if backend == "jit" else reference.gumbel_vocabulary
+    return run(seeds_R, positions_R, choices_R, prompts_R, num_ids)

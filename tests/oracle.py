@@ -27,6 +27,11 @@ class Params:
     min_p: float = 0.0
     choice: int = 0
     prompt_index: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
 
 
 def load(folder: str) -> PreTrainedModel:
@@ -51,6 +56,22 @@ def gumbel(params: Params, position: int, token: int) -> float:
     counter = [token >> 2, position, params.choice, params.prompt_index]
     x = philox(counter, [params.seed & 0xFFFFFFFF, (params.seed >> 32) & 0xFFFFFFFF])[token & 3]
     return -float(np.log(-np.log1p(-(x + 0.5) * 2.0**-32)))
+
+
+def adjusted(
+    logits: np.ndarray, params: Params, prompt: list[int], output: list[int], stop: tuple[int, ...] = ()
+) -> np.ndarray:
+    """Bias, repetition penalty (prompt and output), frequency and presence penalty (output), minimum length."""
+    z = logits.astype(np.float64)
+    for token, bias in params.logit_bias:
+        z[token] += bias
+    for token in {*prompt, *output}:
+        z[token] *= params.repetition_penalty ** (-1 if z[token] > 0 else 1)
+    for token in set(output):
+        z[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
+    if len(output) < params.min_tokens:
+        z[list(stop)] = -np.inf
+    return z
 
 
 def perturbed(logits: np.ndarray, params: Params, position: int, slack: float = 0.0) -> np.ndarray:
@@ -116,7 +137,7 @@ def generate(
     ids, gaps = list(prompt), []
     for _ in range(num_tokens):
         logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1].double().numpy()
-        token, gap = decide(logits, params, len(ids))
+        token, gap = decide(adjusted(logits, params, prompt, ids[len(prompt) :], stop), params, len(ids))
         ids.append(token)
         gaps.append(gap)
         if token in stop:
@@ -125,7 +146,12 @@ def generate(
 
 
 def assert_same_text(
-    actual: list[int], model: PreTrainedModel, prompt: list[int], params: Params, num_tokens: int
+    actual: list[int],
+    model: PreTrainedModel,
+    prompt: list[int],
+    params: Params,
+    num_tokens: int,
+    stop: tuple[int, ...] = (),
 ) -> int:
     """Compare teacher-forced: each token of `actual` given those before it. Returns the number of near-ties."""
     near_ties = 0
@@ -134,9 +160,10 @@ def assert_same_text(
         logits = model(torch.tensor([prompt + actual]), use_cache=False).logits[0].double().numpy()
     assert len(actual) == num_tokens, f"{len(actual)} tokens, expected {num_tokens}"
     for index, token in enumerate(actual):
-        expected, gap = decide(logits[len(prompt) - 1 + index], params, len(ids))
+        row = adjusted(logits[len(prompt) - 1 + index], params, prompt, actual[:index], stop)
+        expected, gap = decide(row, params, len(ids))
         if token != expected:
-            assert is_near_tie(token, logits[len(prompt) - 1 + index], params, len(ids)), (
+            assert is_near_tie(token, row, params, len(ids)), (
                 f"token {index}: {token}, the oracle says {expected} with a gap of {gap:.2e}"
             )
             near_ties += 1

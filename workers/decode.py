@@ -97,6 +97,7 @@ class DecodeWorker(Worker):
             max_context=self.config.limits.max_context,
             drafter=FusedDrafter(sources, controller) if speculation.enabled else None,
             metrics=self.metrics,
+            prefix_cache=self.config.kv.prefix_cache,
         )
         self._sessions: dict[str, Session] = {}
         self._links: dict[int, LinkReceiver] = {}
@@ -172,11 +173,12 @@ class DecodeWorker(Worker):
         for old in [s for s in self._sessions.values() if s.stream.request.id == request.id]:
             self._forget(old, "superseded")
         num_remote = len(request.prompt_ids) + len(message.resumed) - 1
+        prefill = None if request.needs_prompt_logits else message.prefill
         if message.draft is not None and request.speculate:
             self._drafter.route(key, message.draft)
         try:
             stream = self._engine.add(
-                request, epoch=epoch, resumed=message.resumed, blocked=message.prefill is not None
+                request, epoch=epoch, resumed=message.resumed, blocked=prefill is not None
             )
         except RequestError as error:
             start = len(message.resumed)
@@ -184,13 +186,13 @@ class DecodeWorker(Worker):
             gateway.send_threadsafe(Deltas((delta,)))
             return
         session = Session(stream, gateway, None, kv_source=f"local:{message.local_reason or 'assigned'}")
-        if message.prefill is not None:
+        if prefill is not None:
             session.kv_source = ""
             session.handoff = Handoff(
                 request.id,
                 epoch,
-                message.prefill.worker_id,
-                message.prefill.incarnation,
+                prefill.worker_id,
+                prefill.incarnation,
                 num_remote,
                 self._engine.runner.cache.layout.num_layers,
                 time.monotonic() + self.config.link.first_reserve_s,
@@ -346,7 +348,7 @@ class DecodeWorker(Worker):
         log.warning("kv_recomputed", request=handoff.request_id, epoch=handoff.epoch, reason=reason)
         self.metrics.kv_drops.labels(reason).inc()
         self._engine.pool.free(stream.key)
-        stream.num_computed = 0
+        stream.restart()
         stream.is_blocked = False
         session.kv_source = f"local:{reason}"
         if session.prefill_peer is not None:
@@ -371,7 +373,11 @@ class DecodeWorker(Worker):
         result = self._engine.step()
         for emission in result.emissions:
             session = self._sessions[emission.stream.key]
-            frames.setdefault(session.gateway, []).append(self._delta(session, emission))
+            delta = self._delta(session, emission)
+            if delta.prompt_logprobs is None:
+                frames.setdefault(session.gateway, []).append(delta)
+            else:  # megabytes: several in one frame could exceed what a frame may hold
+                session.gateway.send_threadsafe(Deltas((delta,)))
             if emission.finish is not None:
                 del self._sessions[emission.stream.key]
         for gateway, deltas in frames.items():
@@ -398,6 +404,8 @@ class DecodeWorker(Worker):
             kv_bytes,
             emission.draft_version,
             emission.error,
+            emission.logprobs,
+            emission.prompt_logprobs,
         )
 
     def _forget(self, session: Session, reason: str) -> None:

@@ -19,8 +19,10 @@ from torch import Tensor
 from paceline.cluster import wire
 from paceline.cluster.blocks import BlockPool
 from paceline.cluster.config import model_folder
+from paceline.cluster.metrics import Metrics
 from paceline.cluster.speculation import prefix_hash
 from paceline.cluster.types import DraftAsk, DraftOpen, Drafts, DraftTree, Message, Sampling
+from paceline.workers.adjust import Changes, TokenCounts, apply_changes
 from paceline.workers.base import Worker
 from paceline.workers.model_batch import BatchBuilder
 from paceline.workers.model_runner import ModelRunner, load_runner
@@ -37,10 +39,17 @@ class DraftStream:
     request_id: str
     sampling: Sampling
     tokens: npt.NDArray[np.int32]
+    cache_salt: str = ""
     num_computed: int = 0
     spine: list[int] = field(default_factory=list)
     """Tokens whose KV is in the pool behind `tokens`, from the last proposal."""
     last_used: int = 0
+    hashes: list[bytes] = field(default_factory=list)
+    """Of its leading full blocks, as far as they were needed."""
+    num_shared: int = 0
+    """Leading blocks that were adopted or offered to the prefix cache."""
+    counts: TokenCounts | None = None
+    """For bias, penalties and minimum length, if the stream has any."""
 
     def advance(self, new: tuple[int, ...]) -> None:
         """Take over committed tokens; KV of spine tokens that turned out right stays valid."""
@@ -51,13 +60,24 @@ class DraftStream:
             self.num_computed += agree
         self.spine = []
         self.tokens = np.concatenate([self.tokens, np.asarray(new, np.int32)])
+        if self.counts is not None:
+            self.counts.extend(new)
 
 
 class DraftEngine:
     """One draft model, many streams. Not thread-safe."""
 
-    def __init__(self, runner: ModelRunner, *, token_budget: int) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        token_budget: int,
+        metrics: Metrics | None = None,
+        prefix_cache: bool = True,
+    ) -> None:
         self.runner = runner
+        self._metrics = metrics or Metrics()
+        self._prefix_cache = prefix_cache
         self.pool = BlockPool(runner.cache.num_blocks, runner.cache.block_size)
         self._token_budget = token_budget
         self._streams: dict[str, DraftStream] = {}
@@ -72,7 +92,14 @@ class DraftEngine:
         self.close(key)
         if message.token_ids and self._is_known(message.token_ids):
             tokens = np.asarray(message.token_ids, np.int32)
-            self._streams[key] = DraftStream(key, message.request_id, message.sampling, tokens)
+            stream = DraftStream(key, message.request_id, message.sampling, tokens, message.cache_salt)
+            if message.sampling.is_adjusted:
+                prompt = message.token_ids[: message.num_prompt]
+                stream.counts = TokenCounts(
+                    message.sampling, prompt, message.stop_ids, self.runner.vocab_size
+                )
+                stream.counts.extend(message.token_ids[message.num_prompt :])
+            self._streams[key] = stream
 
     def advance(self, key: str, base_len: int, known_hash: int, new: tuple[int, ...]) -> bool:
         """Append committed tokens; False if this side does not hold the stream up to `base_len`, or lacks a token."""
@@ -103,6 +130,9 @@ class DraftEngine:
     def propose(self, keys: list[str], depth: int, width: int) -> tuple[list[DraftTree], list[str]]:
         """Trees behind the ends of these streams, and those whose state had to be dropped."""
         self._clock += 1
+        if self.runner.cache.books is not self.pool:  # another engine wrote here: nothing is where it was
+            self.pool.forget_all()
+            self.runner.cache.books = self.pool
         streams: list[DraftStream] = []
         dropped: list[str] = []
         for key in keys:
@@ -121,6 +151,8 @@ class DraftEngine:
         wanted = len(stream.tokens) + depth
         if wanted > self.runner.max_context:
             return False
+        if self._prefix_cache and not self.pool.table(stream.key):
+            self._adopt(stream)
         while not self.pool.try_extend(stream.key, wanted):
             idle = [s for s in self._streams.values() if s.key not in busy and self.pool.table(s.key)]
             if not idle:
@@ -129,12 +161,35 @@ class DraftEngine:
             self.close(min(idle, key=lambda s: s.last_used).key)
         return True
 
+    def _adopt(self, stream: DraftStream) -> None:
+        """Begin with the longest known prefix; the last token is always computed, for its logits."""
+        hashes = self._hashes(stream, (len(stream.tokens) - 1) // self.pool.block_size)
+        stream.num_computed = self.pool.adopt(stream.key, hashes)
+        stream.num_shared = stream.num_computed // self.pool.block_size
+        self._metrics.prefix_query_tokens.inc(len(stream.tokens))
+        self._metrics.prefix_hit_tokens.inc(stream.num_computed)
+
+    def _share(self, stream: DraftStream) -> None:
+        """Offer completed blocks to the prefix cache. The last token's waits: it is computed again when asked again."""
+        num_full = (len(stream.tokens) - 1) // self.pool.block_size
+        if self._prefix_cache and stream.num_shared < num_full:
+            hashes = self._hashes(stream, num_full)
+            for index in range(stream.num_shared, num_full):
+                self.pool.register(stream.key, index, hashes[index])
+            stream.num_shared = num_full
+
+    def _hashes(self, stream: DraftStream, num_blocks: int) -> list[bytes]:
+        salt = f"{self.runner.version}\0{stream.cache_salt}"
+        self.pool.extend_hashes(stream.hashes, num_blocks, stream.tokens, salt)
+        return stream.hashes[:num_blocks]
+
     def _draft(self, streams: list[DraftStream], depth: int, width: int) -> list[DraftTree]:
         bases = np.asarray([len(s.tokens) for s in streams], np.int64)
         samplings = [s.sampling for s in streams]
         levels: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]] = []
         logits = self._catch_up(streams)
         for level in range(depth):
+            logits = self._adjusted(logits, streams, [ids[:, 0] for ids, _ in levels])
             rows = SamplingRows.build(samplings, [1] * len(streams), bases + level)
             levels.append(self._children(logits, rows, width))
             spine = levels[-1][0][:, 0]
@@ -174,7 +229,23 @@ class DraftEngine:
             builder.add_chunk(self.pool.table(stream.key), stream.tokens[start:], start, keep_last=True)
             stream.num_computed = len(stream.tokens)
             stream.spine = []
-        return self.runner.forward(builder.build()[0])
+        logits = self.runner.forward(builder.build()[0])
+        for stream in streams:
+            self._share(stream)
+        return logits
+
+    @staticmethod
+    def _adjusted(logits: Tensor, streams: list[DraftStream], spine: list[npt.NDArray[np.int64]]) -> Tensor:
+        """Bias and penalties as the target will apply them: along the path, here the spine ([B] int64 a level)."""
+        none = np.zeros(len(spine), np.int64)
+        found: list[Changes] = []
+        starts: list[int] = []
+        for index, stream in enumerate(streams):
+            if stream.counts is not None:
+                path = np.asarray([ids[index] for ids in spine], np.int64)
+                found.append(stream.counts.changes(none, path, np.asarray([len(spine)])))
+                starts.append(index)
+        return apply_changes(logits, found, starts)
 
     def _children(
         self, logits: Tensor, rows: SamplingRows, width: int
@@ -223,12 +294,16 @@ class DraftWorker(Worker):
             model_folder(self.config.model.draft),
             kv_memory_mb=draft.kv_memory_mb,
             block_size=self.config.kv.block_size,
-            attention="fast",
         )
         log.info(
             "kv_pool", worker=self.member.me.worker_id, num_blocks=runner.cache.num_blocks, reason=reason
         )
-        self._engine = DraftEngine(runner, token_budget=draft.token_budget)
+        self._engine = DraftEngine(
+            runner,
+            token_budget=draft.token_budget,
+            metrics=self.metrics,
+            prefix_cache=self.config.kv.prefix_cache,
+        )
         self._asks: list[tuple[wire.Peer, DraftAsk]] = []
 
     def handle(self, peer: wire.Peer, message: Message) -> None:

@@ -16,8 +16,10 @@ from paceline.cluster.blocks import BlockPool
 from paceline.cluster.errors import RequestError
 from paceline.cluster.metrics import Metrics
 from paceline.cluster.scheduler import Plan, Scheduler, Segment, Stream
-from paceline.cluster.types import SOURCE_NAMES, SOURCE_TARGET, FinishReason, Request
+from paceline.cluster.types import SOURCE_NAMES, SOURCE_TARGET, FinishReason, Logprobs, Request
+from paceline.workers.adjust import Adjuster
 from paceline.workers.drafters.base import Drafter, Outcome
+from paceline.workers.logprobs import LogprobBook
 from paceline.workers.model_batch import BatchBuilder
 from paceline.workers.model_runner import ModelRunner
 from paceline.workers.sampling import CachedNoise, SamplingRows, choose
@@ -39,6 +41,10 @@ class Emission:
     error: str = ""
     draft_version: str = ""
     """Version of the weights behind this stream's latest draft."""
+    logprobs: Logprobs | None = None
+    """Of the tokens, if the request asked."""
+    prompt_logprobs: Logprobs | None = None
+    """Of the prompt, in the stream's first emission, if the request asked."""
 
 
 @dataclass(slots=True)
@@ -66,16 +72,25 @@ class Engine:
         max_context: int | None = None,
         drafter: Drafter | None = None,
         metrics: Metrics | None = None,
+        prefix_cache: bool = True,
     ) -> None:
+        """`prefix_cache`: KV of equal prefixes is computed once. It changes what a prompt costs, never a text."""
         self.runner = runner
         self.pool = BlockPool(runner.cache.num_blocks, runner.cache.block_size)
-        self.scheduler = Scheduler(self.pool, token_budget=token_budget, max_streams=max_streams)
+        self.scheduler = Scheduler(
+            self.pool,
+            token_budget=token_budget,
+            max_streams=max_streams,
+            cache_version=runner.version if prefix_cache else None,
+        )
         self.max_context = min(max_context or runner.max_context, runner.max_context)
         self._drafter = drafter
         self._metrics = metrics or Metrics()
         self._token_counters = [self._metrics.tokens.labels(name) for name in SOURCE_NAMES]
         self._arrivals = 0
         self._noise = CachedNoise()
+        self._adjuster = Adjuster(runner.vocab_size)
+        self._logprobs = LogprobBook()
 
     # -- streams -----------------------------------------------------------------------------------------
 
@@ -85,13 +100,16 @@ class Engine:
         """Admit a stream that generates. `resumed` output tokens exist already; `blocked` waits for its KV.
 
         Raises:
-            RequestError: the stream could never fit.
+            RequestError: the stream could never fit, or names a token that does not exist.
         """
+        self._adjuster.check(request.sampling)
         tokens = [*request.prompt_ids, *resumed]
         stream = self._admit(
             request, epoch, tokens, len(request.prompt_ids), request.max_tokens - len(resumed)
         )
         stream.is_blocked = blocked
+        self._adjuster.open(stream)
+        self._logprobs.open(stream)
         if self._drafter is not None and request.speculate:
             self._drafter.open(stream)
         return stream
@@ -127,6 +145,8 @@ class Engine:
         """Forget a stream (ended or cancelled) and free its blocks."""
         if self._drafter is not None and stream.request.speculate and not stream.prefill_only:
             self._drafter.close(stream)
+        self._adjuster.close(stream)
+        self._logprobs.close(stream)
         self.scheduler.remove(stream)
 
     @property
@@ -137,9 +157,15 @@ class Engine:
 
     def step(self, on_layer: SegmentLayerHook | None = None) -> StepResult:
         """Run one step. `on_layer(plan, layer)` is called when a layer's K and V of all segments are in the pool."""
+        if self.runner.cache.books is not self.pool:  # another engine wrote here: nothing is where it was
+            self.pool.forget_all()
+            self.runner.cache.books = self.pool
         plan = self.scheduler.plan()
         if plan.preempted:
             self._metrics.preemptions.inc(len(plan.preempted))
+        if plan.num_queried:
+            self._metrics.prefix_query_tokens.inc(plan.num_queried)
+            self._metrics.prefix_hit_tokens.inc(plan.num_adopted)
         if not plan.segments:
             return StepResult()
         self._propose(plan)
@@ -179,17 +205,23 @@ class Engine:
             if segment.tree is not None:
                 builder.add_tree(table, segment.tree, start)
             else:
-                builder.add_chunk(
-                    table, stream.buffer[start : start + segment.num_rows], start, keep_last=segment.samples
-                )
+                ids = stream.buffer[start : start + segment.num_rows]
+                rows = self._logprobs.prompt_rows(segment) if self._logprobs else range(0)
+                builder.add_chunk(table, ids, start, keep_last=segment.samples, also=rows)
         batch, positions = builder.build(hook)
         logits = self.runner.forward(batch)
+        if self._logprobs:
+            logits, positions = self._logprobs.take_prompts(plan.segments, logits, positions)
         if len(positions) == 0:
             return np.empty(0, np.int64), np.empty(0, np.bool_)
         sampled = [s for s in plan.segments if s.samples]
         counts = [len(s.tree) if s.tree is not None else 1 for s in sampled]
         # The token a node decides stands one position behind the node.
         params = SamplingRows.build([s.stream.request.sampling for s in sampled], counts, positions + 1)
+        if self._logprobs:
+            self._logprobs.hold(sampled, logits)
+        if self._adjuster:
+            logits = self._adjuster.apply(logits, sampled)
         return choose(logits, params, self._noise)
 
     def _commit(self, plan: Plan, decided: np.ndarray, usable: np.ndarray) -> StepResult:
@@ -199,6 +231,7 @@ class Engine:
             stream = segment.stream
             if not segment.samples:
                 stream.num_computed += segment.num_rows
+                self.scheduler.share(stream)
                 if stream.prefill_only and stream.num_missing == 0:
                     result.computed.append(stream)
                 continue
@@ -209,6 +242,10 @@ class Engine:
                 tree = segment.tree if segment.tree.num_drafted else None
                 result.outcomes.append(Outcome(stream, tree, path))
             at += num
+            if emission.finish == "error":
+                self.pool.forget(stream.key)  # whatever broke it may be in its KV
+            else:
+                self.scheduler.share(stream)
             if emission.finish is not None:
                 self.remove(stream)
         return result
@@ -257,8 +294,10 @@ class Engine:
         if num_drafted:
             self._metrics.drafted.inc(num_drafted)
         version = self._drafter.version(stream) if self._drafter is not None else ""
+        logprobs = self._logprobs.output(stream, path, tokens) if self._logprobs else None
+        prompt = self._logprobs.prompt(stream) if self._logprobs else None
         emission = Emission(
-            stream, start, tuple(tokens), bytes(sources), num_drafted, finish, draft_version=version
+            stream, start, tuple(tokens), bytes(sources), num_drafted, finish, "", version, logprobs, prompt
         )
         return emission, path
 

@@ -34,12 +34,14 @@ class KVCache:
             num_layers, num_kv_heads, head_dim, str(dtype).removeprefix("torch."), model_version
         )
         self.dtype = dtype
-        self.zero_slot = num_blocks * block_size
-        """First of a block of zeros behind the others, never written: attention pads its keys with it."""
-        # One head's rows lie together: attention gathers them into contiguous blocks, and a range of heads is a slice.
-        shape = (num_layers, 2, num_kv_heads, (num_blocks + 1) * block_size, head_dim)
+        self.books: object = None
+        """Whose block tables were last used to write here: engines that share a pool must not trust old KV in it."""
+        # One head's rows lie together: attention reads them in runs, and a range of heads is a slice.
+        shape = (num_layers, 2, num_kv_heads, num_blocks * block_size, head_dim)
         # Zeros come from the kernel: pages become resident when they are first written.
         self._pool = torch.zeros(shape, dtype=dtype)
+        self.arrays = [(layer[0].numpy(), layer[1].numpy()) for layer in self._pool]
+        """(K, V) of each layer as arrays [G, num_slots, D], views of the pool."""
 
     @staticmethod
     def bytes_per_token(
@@ -49,12 +51,12 @@ class KVCache:
         return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
 
     def keys(self, layer: int) -> Tensor:
-        """[num_slots, G, D], a view."""
-        return self._pool[layer, 0].transpose(0, 1)
+        """[G, num_slots, D], a view."""
+        return self._pool[layer, 0]
 
     def values(self, layer: int) -> Tensor:
-        """[num_slots, G, D], a view."""
-        return self._pool[layer, 1].transpose(0, 1)
+        """[G, num_slots, D], a view."""
+        return self._pool[layer, 1]
 
     def slots(self, table: list[int], start: int, stop: int) -> Tensor:
         """int64 [stop - start]: pool slots of token positions [start, stop) of a stream with this block table."""

@@ -21,6 +21,7 @@ class PackedLinear(nn.Module):
         weight = linear.weight.detach().contiguous()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight)
         self._apply_packed = torch.ops.mkldnn._linear_pointwise.default
+        self._add_packed = torch.ops.mkldnn._linear_pointwise.binary
         self._is_wide = linear.in_features > 1024
         self._bias = None if linear.bias is None else linear.bias.detach().clone()
 
@@ -36,6 +37,16 @@ class PackedLinear(nn.Module):
             y: Tensor = self._apply_packed(x.repeat(2, 1), self._packed, self._bias, "none", _NOTHING, "")[:1]
         else:
             y = self._apply_packed(x, self._packed, self._bias, "none", _NOTHING, "")
+        return y
+
+    def rows_plus(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x [n, in_features], residual [n, out_features] -> residual + x W^T + b, in one pass."""
+        if self._is_wide and x.shape[0] == 1:
+            doubled: Tensor = self._add_packed(
+                x.repeat(2, 1), residual.repeat(2, 1), self._packed, self._bias, "add"
+            )
+            return doubled[:1]
+        y: Tensor = self._add_packed(x, residual, self._packed, self._bias, "add")
         return y
 
 

@@ -2,7 +2,7 @@
 
 The plain twin is the Hugging Face model itself, through the same attention and the same pool. Host overhead is what
 small models die of: modules, decorators and separate q, k, v, gate and up calls cost more than their arithmetic.
-Here a layer is two norms, four packed linears, one rotation, one attention. Which path a worker took is in its
+Here a layer is two norms, four packed linears (two of them adding the residual), one rotation, one attention, one gate. Which path a worker took is in its
 start-up log (`forward=lean` or `forward=transformers`); a model that is not recognised, or whose lean logits
 differ from the plain ones at load, takes the plain path and says why.
 """
@@ -12,27 +12,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.kernels.layer_jit import gate, rms_norm, rotate_and_store
 from paceline.kernels.tree_attention import tree_attention
+from paceline.kernels.tree_attention_jit import attend
 from paceline.workers.kv_cache import KVCache
 from paceline.workers.layers import PackedLinear
 from paceline.workers.model_batch import PackedBatch
 
+FloatArray = npt.NDArray[np.float32]
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """model_type values whose layer is: norm, attention, add, norm, gated SiLU MLP, add."""
 
 
 @dataclass(slots=True)
 class _Layer:
-    norm_in: Tensor
+    norm_in: FloatArray
     qkv: PackedLinear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    q_norm: FloatArray
+    k_norm: FloatArray
+    """Empty: no such norm."""
     out: PackedLinear
-    norm_mlp: Tensor
+    norm_mlp: FloatArray
     gate_up: PackedLinear
     down: PackedLinear
     window: int | None
@@ -49,18 +54,20 @@ class LeanDecoder:
         attention = decoder.layers[0].self_attn
         self._head_dim = int(attention.head_dim)
         self._scaling = float(attention.scaling)
-        self._eps = float(config.rms_norm_eps)
+        self._eps = np.float32(config.rms_norm_eps)
         self._hidden = int(config.hidden_size)
+        self._intermediate = int(config.intermediate_size)
+        self._attended = self._num_heads * self._head_dim
         self._embedding: Tensor = decoder.embed_tokens.weight.detach()
-        self._norm: Tensor = decoder.norm.weight.detach()
+        self._norm = _weight(decoder.norm)
         self._head = PackedLinear(model.lm_head)
         self._layers = [self._repack(layer) for layer in decoder.layers]
         positions = torch.arange(max_context)[None]
         cos, sin = decoder.rotary_emb(self._embedding[None, :1], positions)
         half = self._head_dim // 2
-        self._cos_P1D = cos[0][:, None].contiguous()
+        self._cos_PD = cos[0].contiguous().numpy()
         # rotate_half(x) * sin = cat(-x2, x1) * sin = cat(x2, x1) * cat(-sin1, sin2)
-        self._sin_P1D = torch.cat([-sin[0][:, :half], sin[0][:, half:]], dim=-1)[:, None].contiguous()
+        self._sin_PD = torch.cat([-sin[0][:, :half], sin[0][:, half:]], dim=-1).contiguous().numpy()
 
     @staticmethod
     def why_not(config: Any) -> str:
@@ -80,12 +87,12 @@ class LeanDecoder:
     def _repack(layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         return _Layer(
-            norm_in=layer.input_layernorm.weight.detach(),
+            norm_in=_weight(layer.input_layernorm),
             qkv=PackedLinear(_stack(attention.q_proj, attention.k_proj, attention.v_proj)),
             q_norm=_weight(getattr(attention, "q_norm", None)),
             k_norm=_weight(getattr(attention, "k_norm", None)),
             out=PackedLinear(attention.o_proj),
-            norm_mlp=layer.post_attention_layernorm.weight.detach(),
+            norm_mlp=_weight(layer.post_attention_layernorm),
             gate_up=PackedLinear(_stack(mlp.gate_proj, mlp.up_proj)),
             down=PackedLinear(mlp.down_proj),
             # Per layer where layers differ, else for the whole model.
@@ -94,45 +101,67 @@ class LeanDecoder:
 
     def forward(self, batch: PackedBatch, cache: KVCache, attention: str) -> Tensor:
         """float32 logits [len(keep), V]; see `ModelRunner.forward`."""
-        num_heads, num_kv = self._num_heads, self._num_kv_heads
+        plan, num = batch.attention, len(batch.slots)
         x = self._embedding[batch.input_ids]
-        cos, sin = self._cos_P1D[batch.position_ids], self._sin_P1D[batch.position_ids]
-        half = self._head_dim // 2
+        normed, queries, attended, gated = (
+            torch.empty(num, size)
+            for size in (self._hidden, self._attended, self._attended, self._intermediate)
+        )
+        # Every operation below reads its input before the next one writes: four buffers serve all layers.
+        normed_TE, gated_TI = normed.numpy(), gated.numpy()
+        q_THD = queries.view(num, -1, self._head_dim).numpy()
         for index, layer in enumerate(self._layers):
-            qkv = layer.qkv.rows(F.rms_norm(x, (self._hidden,), layer.norm_in, self._eps))
-            qkv = qkv.view(-1, num_heads + 2 * num_kv, self._head_dim)
-            qk, v = qkv[:, : num_heads + num_kv], qkv[:, num_heads + num_kv :]
-            if layer.q_norm is not None and layer.k_norm is not None:
-                q = F.rms_norm(qk[:, :num_heads], (self._head_dim,), layer.q_norm, self._eps)
-                k = F.rms_norm(qk[:, num_heads:], (self._head_dim,), layer.k_norm, self._eps)
-                qk = torch.cat([q, k], dim=1)
-            qk = qk * cos + qk.roll(half, dims=-1) * sin
-            cache.write(index, batch.slots, qk[:, num_heads:], v)
+            k_pool, v_pool = cache.arrays[index]
+            rms_norm(x.numpy(), layer.norm_in, self._eps, normed_TE)
+            rotate_and_store(
+                layer.qkv.rows(normed).numpy(),
+                plan.positions,
+                batch.slots,
+                self._cos_PD,
+                self._sin_PD,
+                layer.q_norm,
+                layer.k_norm,
+                self._eps,
+                self._num_heads,
+                k_pool,
+                v_pool,
+                q_THD,
+            )
             if batch.on_layer is not None:
                 batch.on_layer(index)
-            attended = tree_attention(
-                qk[:, :num_heads],
-                cache.keys(index),
-                cache.values(index),
-                batch.segments,
-                scaling=self._scaling,
-                window=layer.window,
-                backend=attention,
-            )
-            x = x + layer.out.rows(attended.view(len(x), -1))
-            gate, up = layer.gate_up.rows(F.rms_norm(x, (self._hidden,), layer.norm_mlp, self._eps)).chunk(
-                2, dim=-1
-            )
-            x = x + layer.down.rows(F.silu(gate) * up)
+            if attention == "reference":
+                attended = self._attend_plainly(queries, cache, index, batch, layer.window)
+            else:
+                out = attended.view(num, -1, self._head_dim).numpy()
+                attend(
+                    q_THD, k_pool, v_pool, plan, out, scaling=self._scaling, window=layer.window, softcap=None
+                )
+            x = layer.out.rows_plus(attended, x)
+            rms_norm(x.numpy(), layer.norm_mlp, self._eps, normed_TE)
+            gate(layer.gate_up.rows(normed).numpy(), gated_TI)
+            x = layer.down.rows_plus(gated, x)
         if len(batch.keep) == 0:
             return x.new_empty(0, self._head.out_features)
         kept = x if len(batch.keep) == len(x) else x[batch.keep]
-        logits: Tensor = self._head.rows(F.rms_norm(kept, (self._hidden,), self._norm, self._eps))
-        return logits
+        normed = torch.empty_like(kept)
+        rms_norm(kept.numpy(), self._norm, self._eps, normed.numpy())
+        return self._head.rows(normed)
+
+    def _attend_plainly(
+        self, queries: Tensor, cache: KVCache, index: int, batch: PackedBatch, window: int | None
+    ) -> Tensor:
+        """The plain twin of attention, for comparisons."""
+        q_THD = queries.view(len(queries), -1, self._head_dim)
+        keys, values = cache.keys(index), cache.values(index)
+        out = tree_attention(
+            q_THD, keys, values, batch.attention, scaling=self._scaling, window=window, backend="reference"
+        )
+        return out.view(len(queries), -1)
 
 
-def _weight(norm: Any) -> Tensor | None:
-    return None if norm is None else norm.weight.detach()
+def _weight(norm: Any) -> FloatArray:
+    """A norm's weight; empty if there is no norm."""
+    return np.empty(0, np.float32) if norm is None else norm.weight.detach().numpy()
 
 
 def _stack(*linears: nn.Linear) -> nn.Linear:

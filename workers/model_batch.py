@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.cluster.speculation import Tree
-from paceline.kernels.tree_attention import KEY_BLOCK, AttentionSegment
+from paceline.kernels.tree_attention import AttentionPlan
 from paceline.workers.kv_cache import KVCache
 
 LayerHook = Callable[[int], None]
@@ -22,14 +21,14 @@ LayerHook = Callable[[int], None]
 class PackedBatch:
     """One forward. Legend: T rows.
 
-    input_ids, position_ids, slots: int64 [T]. keep: int64, rows whose logits are wanted, may be empty.
-    on_layer: called with a layer's index once its K and V of all rows are in the pool.
+    input_ids, position_ids: int64 [T]. slots: int64 [T], where each row's K and V go. keep: int64, rows whose logits
+    are wanted, may be empty. on_layer: called with a layer's index once its K and V of all rows are in the pool.
     """
 
     input_ids: Tensor
     position_ids: Tensor
-    slots: Tensor
-    segments: list[AttentionSegment]
+    slots: npt.NDArray[np.int64]
+    attention: AttentionPlan
     keep: Tensor
     on_layer: LayerHook | None = None
 
@@ -38,60 +37,94 @@ class BatchBuilder:
     """Segments, one at a time -> one PackedBatch and the positions of its kept rows."""
 
     def __init__(self, cache: KVCache) -> None:
-        self._cache = cache
-        self._ids: list[npt.NDArray[np.int32]] = []
-        self._positions: list[npt.NDArray[np.int64]] = []
-        self._slots: list[Tensor] = []
-        self._segments: list[AttentionSegment] = []
-        self._keep: list[npt.NDArray[np.int64]] = []
-        self._num_rows = 0
+        self._block_size = cache.block_size
+        self._tables: list[list[int]] = []
+        # Rows, flat. Lists, because most segments are one row, where an array costs more than its content.
+        self._ids: list[int] = []
+        self._positions: list[int] = []
+        self._slots: list[int] = []
+        self._segment: list[int] = []
+        self._leading: list[int] = []
+        self._own: list[int] = []
+        self._own_start: list[int] = [0]
+        self._keep: list[int] = []
 
-    def add_chunk(self, table: list[int], ids: npt.NDArray[np.int32], start: int, *, keep_last: bool) -> None:
-        """Consecutive tokens from position `start` on, causal."""
-        num = len(ids)
-        self._add(table, ids, start, np.arange(start, start + num, dtype=np.int64), None)
-        if keep_last:
-            self._keep.append(np.asarray([self._num_rows - 1]))
-
-    def add_tree(self, table: list[int], tree: Tree, start: int) -> None:
-        """A draft tree whose root stands at position `start`; node i uses the slot of position start + i."""
-        own_mask = torch.from_numpy(tree.ancestor_mask()) if len(tree) > 1 else None
-        self._add(table, tree.tokens, start, start + tree.depths.astype(np.int64), own_mask)
-        self._keep.append(np.arange(self._num_rows - len(tree), self._num_rows))
-
-    def _add(
+    def add_chunk(
         self,
         table: list[int],
         ids: npt.NDArray[np.int32],
         start: int,
-        positions: npt.NDArray[np.int64],
-        own_mask: Tensor | None,
+        *,
+        keep_last: bool,
+        also: range = range(0),
     ) -> None:
-        num = len(ids)
-        slots = self._cache.slots(table, 0, start + num)
-        # Whole runs of the last block, then zeros: what is gathered beyond the stream's own keys is masked.
-        unit = math.gcd(self._cache.block_size, KEY_BLOCK)
-        key_slots = torch.full((-(-len(slots) // KEY_BLOCK) * KEY_BLOCK,), self._cache.zero_slot)
-        key_slots[: len(slots)] = slots
-        self._ids.append(ids)
-        self._positions.append(positions)
-        self._slots.append(slots[start:])
-        self._segments.append(
-            AttentionSegment(
-                self._num_rows, num, start, key_slots, torch.from_numpy(positions), own_mask, unit
-            )
-        )
-        self._num_rows += num
+        """Consecutive tokens from position `start` on, causal; `also` are rows to keep besides, before the last."""
+        first, num = len(self._ids), len(ids)
+        self._add(table, ids.tolist(), range(start, start + num), start)
+        self._leading.extend(range(start + 1, start + num + 1))
+        self._own_start.extend([len(self._own)] * num)
+        self._keep.extend(first + row for row in also)
+        if keep_last:
+            self._keep.append(len(self._ids) - 1)
+
+    def add_tree(self, table: list[int], tree: Tree, start: int) -> None:
+        """A draft tree whose root stands at position `start`; node i uses the slot of position start + i."""
+        first = len(self._ids)
+        if len(tree) == 1:
+            self._add_root(table, int(tree.tokens[0]), start)
+            return
+        self._add(table, tree.tokens.tolist(), (start + tree.depths).tolist(), start)
+        # Nodes that stand where a plain step would put them are leading keys, the others follow one by one.
+        paths: list[tuple[int, list[int]]] = []
+        for node, parent in enumerate(tree.parents.tolist()):
+            leading, own = paths[parent] if parent >= 0 else (start, [])
+            is_next = not own and leading == start + node
+            paths.append((leading + 1, own) if is_next else (leading, [*own, start + node]))
+            self._leading.append(paths[node][0])
+            self._own.extend(paths[node][1])
+            self._own_start.append(len(self._own))
+        self._keep.extend(range(first, len(self._ids)))
+
+    def _add_root(self, table: list[int], token: int, at: int) -> None:
+        """A plain decode step, the most frequent segment of all."""
+        self._keep.append(len(self._ids))
+        self._ids.append(token)
+        self._positions.append(at)
+        self._slots.append(table[at // self._block_size] * self._block_size + at % self._block_size)
+        self._segment.append(len(self._tables))
+        self._tables.append(table)
+        self._leading.append(at + 1)
+        self._own_start.append(len(self._own))
+
+    def _add(self, table: list[int], ids: list[int], positions: range | list[int], start: int) -> None:
+        size = self._block_size
+        self._slots.extend([table[at // size] * size + at % size for at in range(start, start + len(ids))])
+        self._segment.extend([len(self._tables)] * len(ids))
+        self._tables.append(table)
+        self._ids.extend(ids)
+        self._positions.extend(positions)
 
     def build(self, on_layer: LayerHook | None = None) -> tuple[PackedBatch, npt.NDArray[np.int64]]:
         """The batch, and int64 positions of its kept rows."""
-        positions = np.concatenate(self._positions)
-        keep = np.concatenate(self._keep) if self._keep else np.empty(0, np.int64)
+        tables = np.zeros((len(self._tables), max(map(len, self._tables))), np.int32)
+        for row, table in zip(tables, self._tables, strict=True):
+            row[: len(table)] = table
+        positions = np.asarray(self._positions, np.int64)
+        keep = np.asarray(self._keep, np.int64)
+        plan = AttentionPlan(
+            tables,
+            self._block_size,
+            np.asarray(self._segment, np.int32),
+            positions,
+            np.asarray(self._leading, np.int32),
+            np.asarray(self._own_start, np.int32),
+            np.asarray(self._own, np.int32),
+        )
         batch = PackedBatch(
-            torch.from_numpy(np.concatenate(self._ids).astype(np.int64)),
+            torch.from_numpy(np.asarray(self._ids, np.int64)),
             torch.from_numpy(positions),
-            torch.cat(self._slots),
-            self._segments,
+            np.asarray(self._slots, np.int64),
+            plan,
             torch.from_numpy(keep),
             on_layer,
         )

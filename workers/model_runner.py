@@ -7,20 +7,26 @@ Any Hugging Face decoder that uses the attention interface runs unforked: its at
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.utils import logging
 
 from paceline.cluster.errors import ModelError
 from paceline.cluster.speculation import Tree
@@ -29,6 +35,7 @@ from paceline.workers.kv_cache import KVCache
 from paceline.workers.layers import can_pack, pack_linears
 from paceline.workers.lean import LeanDecoder
 from paceline.workers.model_batch import BatchBuilder, PackedBatch
+from paceline.workers.model_files import check_model_files, read_object
 
 
 @dataclass(slots=True)
@@ -48,21 +55,26 @@ def _attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     paceline_step: _Step | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Hugging Face's attention hook. query [1, H, T, D], key and value [1, G, T, D], keys rotated already."""
     assert paceline_step is not None, "the paceline attention needs a step; use ModelRunner.forward"
+    if s_aux is not None:
+        raise ModelError("attention sinks (s_aux): expected none; this family cannot be served yet")
+    if not getattr(module, "is_causal", True):
+        raise ModelError("is_causal=False: expected a decoder, whose tokens see only what stands before them")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     cache, batch = paceline_step.cache, paceline_step.batch
-    cache.write(layer, batch.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    cache.write(layer, torch.from_numpy(batch.slots), key[0].transpose(0, 1), value[0].transpose(0, 1))
     if batch.on_layer is not None:
         batch.on_layer(layer)
     out = tree_attention(
         query[0].transpose(0, 1),
         cache.keys(layer),
         cache.values(layer),
-        batch.segments,
+        batch.attention,
         scaling=scaling if scaling is not None else query.shape[-1] ** -0.5,
         window=sliding_window,
         softcap=softcap,
@@ -75,6 +87,20 @@ AttentionInterface.register("paceline", _attention)
 
 _LEAN_TOLERANCE = 1e-4
 """Largest difference of lean and plain logits, relative to the largest logit: rounding, nothing else."""
+_HOOK_TOLERANCE = 1e-3
+"""The same for our attention and the family's own: sums in another order."""
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+"""What a layer may be: everything it keeps of earlier tokens is K and V of each."""
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+_MIN_CONTEXT = 8
 
 
 class ModelRunner:
@@ -88,7 +114,7 @@ class ModelRunner:
         num_blocks: int,
         block_size: int,
         lean: bool = True,
-        attention: str = "exact",
+        attention: str = "jit",
     ) -> None:
         config = text_config(model.config)
         self.version = version
@@ -108,10 +134,31 @@ class ModelRunner:
         self._lean: LeanDecoder | None = None
         self.path = "transformers"
         """Which forward runs: "lean", or "transformers" and why not lean."""
+        self._check_hook(model)
         if lean:
             self._try_lean(config)
         if can_pack() and self._lean is None:
             pack_linears(model)
+
+    @torch.inference_mode()
+    def _check_hook(self, model: PreTrainedModel) -> None:
+        """Our attention and pool give the logits of the family's own attention, whatever it asks of a hook.
+
+        A family that keeps more than K and V of a token, or that passes its attention something new, would load and
+        answer nonsense. A chunk and one token behind it are enough to see it.
+        """
+        ids, num = self._probe_ids()
+        model.set_attn_implementation("eager")
+        tokens = torch.from_numpy(ids[None, : num + 1].astype(np.int64))
+        wanted: Tensor = model(input_ids=tokens, use_cache=False).logits[0, num - 1 :].float()
+        model.set_attn_implementation("paceline")
+        difference = float((self._probe()[:2] - wanted).abs().max())
+        if not difference <= _HOOK_TOLERANCE * float(wanted.abs().max()):  # NaN is refused too
+            raise ModelError(
+                f"model_type={text_config(model.config).model_type!r}: logits through the paged pool differ from "
+                f"those of transformers by {difference:.1e}, expected at most {_HOOK_TOLERANCE:.0e} of the largest; "
+                "the family needs something our attention does not have"
+            )
 
     def _try_lean(self, config: Any) -> None:
         """Take the lean path if the family allows it and its logits are the plain ones; else say why not."""
@@ -130,12 +177,16 @@ class ModelRunner:
         self.path = "lean"
         self._model = None  # its weights live on, repacked
 
+    def _probe_ids(self) -> tuple[np.ndarray, int]:
+        """Fixed tokens that fit the smallest pool and context, and how many of them are the chunk."""
+        room = min(self.cache.num_blocks * self.cache.block_size, self.max_context)
+        num = min(24, room - 5)
+        return ((np.arange(num + 5) * 7919 + 13) % self.vocab_size).astype(np.int32), num
+
     def _probe(self) -> Tensor:
         """Logits of a chunk and a tree of fixed tokens, on blocks that nobody owns yet."""
-        num_blocks = min(self.cache.num_blocks, -(-40 // self.cache.block_size))
-        num = min(24, num_blocks * self.cache.block_size - 8, self.max_context - 8)
-        ids = ((np.arange(num + 5) * 7919 + 13) % self.vocab_size).astype(np.int32)
-        table = list(range(num_blocks))
+        ids, num = self._probe_ids()
+        table = list(range(-(-len(ids) // self.cache.block_size)))
         chunk, tree = BatchBuilder(self.cache), BatchBuilder(self.cache)
         chunk.add_chunk(table, ids[:num], 0, keep_last=True)
         tree.add_tree(table, Tree.build(int(ids[num]), ids[num + 1 :].tolist(), [-1, 0, -1, 0]), num)
@@ -161,58 +212,165 @@ class ModelRunner:
 
 
 def load_runner(
-    folder: Path, *, kv_memory_mb: int, block_size: int, lean: bool = True, attention: str = "exact"
+    folder: Path, *, kv_memory_mb: int, block_size: int, lean: bool = True, attention: str = "jit"
 ) -> tuple[ModelRunner, str]:
     """Load weights and make the pool; also returns why the pool has the size it has.
 
-    `lean=False` keeps to the plain Hugging Face forward. `attention` is a backend of `tree_attention`: "exact" for
-    targets, "fast" for drafts.
+    `lean=False` keeps to the plain Hugging Face forward. `attention` is a backend of `tree_attention`.
 
     Raises:
         ModelError: the folder, its weights or its family cannot be used.
     """
     config = load_model_config(folder)
-    model = load_model(folder, config)
     layers, heads, dim = kv_shape(text_config(config))
     per_block = KVCache.bytes_per_token(layers, heads, dim) * block_size
     num_blocks = (kv_memory_mb << 20) // per_block
     if num_blocks < 1:
-        raise ModelError(f"kv_memory_mb={kv_memory_mb}: not room for one block of {per_block} bytes")
+        raise ModelError(
+            f"kv_memory_mb={kv_memory_mb}: expected at least {-(-per_block // (1 << 20))}; "
+            f"one block of {block_size} tokens takes {per_block} bytes"
+        )
     reason = f"{kv_memory_mb} MB / ({per_block} bytes a block of {block_size} tokens)"
+    model = load_model(folder, config)
     version = weights_version(folder)
-    runner = ModelRunner(
-        model, version, num_blocks=num_blocks, block_size=block_size, lean=lean, attention=attention
-    )
+    try:
+        runner = ModelRunner(
+            model, version, num_blocks=num_blocks, block_size=block_size, lean=lean, attention=attention
+        )
+    except ModelError as error:
+        raise ModelError(f"model folder {folder}: {error}") from error
     return runner, reason
 
 
 def load_model_config(folder: Path) -> PreTrainedConfig:
-    """config.json of a model folder."""
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"model folder {folder}: no config.json there")
+    """config.json of a model folder, of a family that can be served.
+
+    Raises:
+        ModelError: a file of the folder is damaged, or names field, value and what was expected.
+    """
+    check_model_files(folder)
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, OSError) as error:
+        _check_numbers(read_object(folder / "config.json"))
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        _check_family(config)
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        ArithmeticError,
+        OSError,
+        StrictDataclassError,
+        ModelError,
+    ) as error:
         raise ModelError(f"{folder}/config.json: {error}") from error
+    return config
+
+
+def _check_numbers(tree: dict[str, Any]) -> None:
+    """Sizes as they stand in the file: transformers divides by them before it looks at them."""
+    text = tree.get("text_config")
+    for section in (tree, text if isinstance(text, dict) else {}):
+        for name in _SIZES:
+            value = section.get(name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ModelError(f"{name}={value!r}: expected an integer of at least 1")
+
+
+def _check_family(config: PreTrainedConfig) -> None:
+    """A decoder whose attention is a hook and whose memory is K and V."""
+    if config.is_encoder_decoder:
+        raise ModelError(f"model_type={config.model_type!r}: expected a decoder, this is an encoder-decoder")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(f"model_type={config.model_type!r}: expected a model for causal language modelling")
+    if not MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_attention_backend:
+        raise ModelError(
+            f"model_type={config.model_type!r}: expected a family on transformers' attention interface"
+        )
+    text = text_config(config)
+    for name, least in (
+        ("num_hidden_layers", 1),
+        ("vocab_size", 2),
+        ("max_position_embeddings", _MIN_CONTEXT),
+    ):
+        _at_least(text, name, least)
+    kv_shape(text)
+    others = set(getattr(text, "layer_types", None) or ()) - set(_LAYER_TYPES)
+    if others:
+        raise ModelError(
+            f"layer_types: expected {' or '.join(_LAYER_TYPES)}, got {', '.join(sorted(others))}"
+        )
 
 
 def load_model(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:
-    """Weights from safetensors only, computed in float32, attention through our hook."""
-    if not any(folder.glob("*.safetensors")):
-        raise ModelError(f"model folder {folder}: no *.safetensors there; pickled weights are never loaded")
+    """Weights from safetensors only, every one of them, computed in float32, attention through our hook.
+
+    Raises:
+        ModelError: names the folder and the tensor that is missing, too many, of another shape, or not finite.
+    """
+    check_model_files(folder)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=torch.float32,
-            attn_implementation="paceline",
-            use_safetensors=True,
-            trust_remote_code=False,
-        )
-    except (ValueError, OSError, RuntimeError) as error:
+        with _quiet():
+            model, found = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=torch.float32,
+                attn_implementation="paceline",
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # so that they are listed; they are refused below
+            )
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        ArithmeticError,
+        OSError,
+        RuntimeError,
+        SafetensorError,
+    ) as error:
         raise ModelError(f"model folder {folder}: {error}") from error
+    _check_tensors(folder, model, found)
     loaded: PreTrainedModel = model.eval().requires_grad_(False)
     return loaded
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bar, and no report of tensors: each of its lines is an error here, with a message of its own."""
+    level, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if has_bar:
+            logging.enable_progress_bar()
+
+
+def _check_tensors(folder: Path, model: PreTrainedModel, found: dict[str, Any]) -> None:
+    """What was loaded is the whole model. transformers only warns, and fills what is missing with random numbers."""
+    for name, in_file, in_model in sorted(found["mismatched_keys"]):
+        raise ModelError(
+            f"model folder {folder}: tensor {name} has shape {list(in_file)}, expected {list(in_model)}"
+        )
+    for kind, text in (
+        ("missing_keys", "is not in the weights"),
+        ("unexpected_keys", "is not part of the model"),
+    ):
+        names = sorted(found[kind])
+        if names:
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            raise ModelError(
+                f"model folder {folder}: tensor {names[0]}{more} {text} that config.json describes"
+            )
+    for name, tensor in model.named_parameters():
+        low, high = torch.aminmax(tensor.detach())  # NaN goes through; no copy the size of the tensor
+        if not bool(torch.isfinite(low) & torch.isfinite(high)):
+            raise ModelError(
+                f"model folder {folder}: tensor {name} has NaN or infinite values, expected none"
+            )
 
 
 def text_config(config: PreTrainedConfig) -> Any:
@@ -221,13 +379,32 @@ def text_config(config: PreTrainedConfig) -> Any:
 
 
 def kv_shape(config: Any) -> tuple[int, int, int]:
-    """(layers, KV heads, head size)."""
-    heads = int(config.num_attention_heads)
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    """(layers, KV heads, head size).
+
+    Raises:
+        ModelError: names the field, its value and what was expected.
+    """
+    heads = _at_least(config, "num_attention_heads", 1)
+    kv_heads = heads
+    if getattr(config, "num_key_value_heads", None) is not None:
+        kv_heads = _at_least(config, "num_key_value_heads", 1)
     if heads % kv_heads:
         raise ModelError(f"num_key_value_heads={kv_heads}: expected a divisor of num_attention_heads={heads}")
-    return int(config.num_hidden_layers), kv_heads, dim
+    if getattr(config, "head_dim", None) is not None:
+        dim = _at_least(config, "head_dim", 1)
+    else:
+        hidden = _at_least(config, "hidden_size", 1)
+        if hidden % heads:
+            raise ModelError(f"hidden_size={hidden}: expected a multiple of num_attention_heads={heads}")
+        dim = hidden // heads
+    return _at_least(config, "num_hidden_layers", 1), kv_heads, dim
+
+
+def _at_least(config: Any, name: str, least: int) -> int:
+    value = getattr(config, name, None)
+    if not isinstance(value, int) or value < least:
+        raise ModelError(f"{name}={value!r}: expected an integer of at least {least}")
+    return value
 
 
 def weights_version(folder: Path) -> str:

@@ -97,6 +97,7 @@ class PrefillWorker(Worker):
             max_streams=prefill.max_streams,
             max_context=self.config.limits.max_context,
             metrics=self.metrics,
+            prefix_cache=self.config.kv.prefix_cache,
         )
         self._jobs: dict[JobKey, PrefillJob] = {}
         self._by_stream: dict[str, PrefillJob] = {}
@@ -180,7 +181,7 @@ class PrefillWorker(Worker):
             sum(j.state is not JobState.RESERVING for j in self._jobs.values())
             < self.config.prefill.max_streams
         )
-        for job in list(self._jobs.values()):
+        for job in sorted(self._jobs.values(), key=lambda job: job.message.priority):
             if has_room and job.retry_at is not None and now >= job.retry_at:
                 job.retry_at = None
                 self._reserve(job)
@@ -206,9 +207,18 @@ class PrefillWorker(Worker):
         if job is None or job.state is not JobState.RESERVING:
             return
         try:
-            tokens = job.message.token_ids[:-1]
-            request = Request(job.message.request_id, tokens, Sampling(0), 0, speculate=False)
-            job.stream = self._engine.add_prefill(request, epoch=job.message.epoch, token_ids=tokens)
+            asked = job.message
+            tokens = asked.token_ids[:-1]
+            request = Request(
+                asked.request_id,
+                tokens,
+                Sampling(0),
+                0,
+                speculate=False,
+                priority=asked.priority,
+                cache_salt=asked.cache_salt,
+            )
+            job.stream = self._engine.add_prefill(request, epoch=asked.epoch, token_ids=tokens)
         except RequestError as error:
             log.warning("prefill_refused", request=key[0], error=str(error))
             self._end(job, "too_long", tell_decode=True)
@@ -271,25 +281,29 @@ class PrefillWorker(Worker):
 
     def _stream_layer(self, plan: Plan, layer: int) -> None:
         """One layer's K and V of this step's chunks are in the pool: stage, digest, announce."""
-        cache = self._engine.runner.cache
         for segment in plan.segments:
             job = self._by_stream.get(segment.stream.key)
             if job is None or job.link is None:
                 continue
-            # A preempted prompt is computed again from the start; what was streamed before is not sent twice.
-            start = max(segment.start, job.streamed[layer])
+            # From where the last message ended: a preempted prompt is computed again from the start, and is not sent
+            # twice; what was adopted from the prefix cache is computed by nobody, and is sent all the same.
             stop = segment.start + segment.num_rows
-            if start >= stop:
-                continue
-            job.streamed[layer] = stop
-            rows = cache.gather(layer, cache.slots(self._engine.pool.table(segment.stream.key), start, stop))
-            request_id, epoch = job.key
-            mark = digest(self.secrets.link, request_id, epoch, layer, start, rows)
-            seq = job.link.stage(rows)
-            job.num_messages += 1
-            job.decode.send_threadsafe(
-                KVReady(request_id, epoch, job.link.key, seq, layer, start, stop - start, mark)
-            )
+            for start in range(job.streamed[layer], stop, self.config.prefill.token_budget):
+                self._send_rows(job, layer, start, min(start + self.config.prefill.token_budget, stop))
+
+    def _send_rows(self, job: PrefillJob, layer: int, start: int, stop: int) -> None:
+        """One message: a layer's K and V of the tokens [start, stop)."""
+        assert job.stream is not None and job.link is not None
+        job.streamed[layer] = stop
+        cache = self._engine.runner.cache
+        rows = cache.gather(layer, cache.slots(self._engine.pool.table(job.stream.key), start, stop))
+        request_id, epoch = job.key
+        mark = digest(self.secrets.link, request_id, epoch, layer, start, rows)
+        seq = job.link.stage(rows)
+        job.num_messages += 1
+        job.decode.send_threadsafe(
+            KVReady(request_id, epoch, job.link.key, seq, layer, start, stop - start, mark)
+        )
 
     def _end(self, job: PrefillJob, reason: str, *, tell_decode: bool = False) -> None:
         """Forget a hand-off and free its blocks. Staged rows stay with the link until their credits came."""

@@ -2,6 +2,7 @@
 
 The token at position t is argmax(log p_t + gumbel(key, t)), p after temperature and filters; temperature 0 is plain
 argmax. log p and the logits differ by a constant of the row, so the logits serve. Ties take the lowest id.
+Bias, penalties and minimum length are in the logits already: `paceline.workers.adjust`.
 
 Legend: R rows (nodes), V vocabulary.
 """

@@ -9,6 +9,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
+from paceline.cluster.gateway.logprobs import Score, Scored, score_prompt, unpack
 from paceline.cluster.gateway.problems import StreamFailed
 from paceline.cluster.gateway.streams import StreamEvent, StreamReport, Streams
 from paceline.cluster.gateway.text import Detokenizer, StopStrings, Tokenizer
@@ -25,6 +26,8 @@ class Piece:
     num_tokens: int
     """Output tokens of the choice so far."""
     finish: Literal["stop", "length"] | None = None
+    scored: list[Scored] = field(default_factory=list)
+    """The tokens read for it, if the request asked for log-probabilities; a token that ended the text is not shown."""
 
 
 class Choice:
@@ -34,13 +37,29 @@ class Choice:
     """
 
     def __init__(
-        self, index: int, request: Request, tokenizer: Tokenizer, stops: Sequence[str], received: float
+        self,
+        index: int,
+        request: Request,
+        tokenizer: Tokenizer,
+        stops: Sequence[str],
+        received: float,
+        *,
+        echo: str | None = None,
+        is_echo_only: bool = False,
     ) -> None:
+        """`echo` is put before the text, with the prompt's log-probabilities if the request has any; alone if it is all."""
         self.index = index
         self.request = request
         self.report = StreamReport()
         self.report.timeline.stamps["received"] = received
         self.num_tokens = 0
+        self.prompt_scored: list[Scored] = []
+        """The prompt's tokens, if the request asked for their log-probabilities."""
+        self._tokenizer = tokenizer
+        self._echo = echo
+        self._is_echo_only = is_echo_only
+        self._num_chars = len(echo or "")
+        self._scored: list[Scored] = []
         self._stop_ids = frozenset(request.stop_ids)
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopStrings(stops)
@@ -53,7 +72,7 @@ class Choice:
         Raises:
             StreamFailed: the cluster gave up.
         """
-        text = ""
+        text = self._echo or ""
         async with _closing(streams.run(self.request, self.report)) as events:
             async for event in events:
                 if event.is_waiting:
@@ -66,30 +85,60 @@ class Choice:
                 if self._stops.is_matched and event.finish is None:
                     break  # leaving the block closes the iterator: the cluster stops working on it
                 if self._finish is None and event.tokens:
-                    yield Piece(self, text, self.num_tokens)
+                    yield Piece(self, text, self.num_tokens, None, self._take_scored())
                     text = ""
         if self._finish is None:
             raise StreamFailed("the stream ended before it was finished")
         self.report.timeline.stamp("done")
-        yield Piece(self, text, self.num_tokens, self._finish)
+        yield Piece(self, text, self.num_tokens, self._finish, self._take_scored())
 
     def _read(self, event: StreamEvent) -> str:
         """The text that an event makes certain; sets the finish where the text ends."""
         if event.finish == "error":
             raise StreamFailed(event.error or "the stream failed")
+        self._read_prompt(event)
+        if self._is_echo_only and event.tokens:
+            return self._end("length")
+        scores = self._scores(event)
         text = ""
-        for token in event.tokens:
+        for at, token in enumerate(event.tokens):
             if self._finish is not None:
                 return text
             self.num_tokens += 1
             if token in self._stop_ids:
                 return text + self._end("stop")
-            text += self._stops.feed(self._detokenizer.feed(token))
+            if scores is not None:
+                self._scored.append(Scored(token, self._num_chars, scores[at]))
+            piece = self._detokenizer.feed(token)
+            self._num_chars += len(piece)
+            # Before the minimum a stop string does not count, like a stop token.
+            is_free = self.num_tokens <= self.request.sampling.min_tokens
+            text += piece if is_free else self._stops.feed(piece)
             if self._stops.is_matched:
                 self._finish = "stop"
         if event.finish is not None and self._finish is None:
             text += self._end("stop" if event.finish == "stop" else "length")
         return text
+
+    def _scores(self, event: StreamEvent) -> list[Score] | None:
+        if self.request.logprobs is None or not event.tokens:
+            return None
+        if event.logprobs is None:
+            raise StreamFailed("the tokens came without the log-probabilities that were asked for")
+        return unpack(event.logprobs)
+
+    def _read_prompt(self, event: StreamEvent) -> None:
+        """The prompt's log-probabilities come with the first tokens; after a recovery they come again."""
+        if event.prompt_logprobs is None or self.prompt_scored:
+            return
+        ids, num_chars = self.request.prompt_ids, len(self._echo or "")
+        self.prompt_scored = score_prompt(ids, event.prompt_logprobs, self._tokenizer, num_chars)
+        if self._echo is not None and self.request.logprobs is not None:
+            self._scored.extend(self.prompt_scored)
+
+    def _take_scored(self) -> list[Scored]:
+        taken, self._scored = self._scored, []
+        return taken
 
     def _end(self, finish: Literal["stop", "length"]) -> str:
         """What was held back. A stop string in it counts: the text reads the same wherever the stream ended."""

@@ -221,12 +221,26 @@ class ClusterStreams:
             attempt.decode.send(PrefillLost(request.id, attempt.epoch))
             return
         tokens = (*request.prompt_ids, *output)
-        attempt.prefill.send(Prefill(request.id, attempt.epoch, tokens, assignment.decode))
+        attempt.prefill.send(
+            Prefill(
+                request.id,
+                attempt.epoch,
+                tokens,
+                assignment.decode,
+                request.priority,
+                request.cache_salt,
+            )
+        )
 
     async def _assign(self, request: Request, epoch: int, num_output: int, avoid: list[int]) -> Assignment:
         """Ask the router; without one, apply the same policy to the last directory."""
         route = Route(
-            request.id, epoch, len(request.prompt_ids) + num_output, request.speculate, tuple(avoid)
+            request.id,
+            epoch,
+            len(request.prompt_ids) + num_output,
+            request.speculate,
+            tuple(avoid),
+            request.needs_prompt_logits,
         )
         router = self.member.router
         if router is not None:
@@ -266,7 +280,9 @@ class ClusterStreams:
                 return
             self._record(attempt, item, report)
             output.extend(item.tokens)
-            yield StreamEvent(item.tokens, item.sources, item.finish, item.error)
+            yield StreamEvent(
+                item.tokens, item.sources, item.finish, item.error, item.logprobs, item.prompt_logprobs
+            )
             if item.finish is not None:
                 return
 

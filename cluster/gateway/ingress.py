@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -20,6 +21,7 @@ from paceline.cluster.errors import PacelineError, RequestError, Unavailable
 from paceline.cluster.gateway import replies, sse
 from paceline.cluster.gateway.choices import Choice, Piece, run_choices
 from paceline.cluster.gateway.envelope import Envelope
+from paceline.cluster.gateway.logprobs import PromptLogprobs, Scored, TokenNames, prompt_logprobs
 from paceline.cluster.gateway.problems import problem_of
 from paceline.cluster.gateway.schemas import ChatRequest, CompletionRequest, GenerationRequest, Prompt, parse
 from paceline.cluster.gateway.streams import Streams
@@ -29,6 +31,8 @@ from paceline.cluster.types import Request as StreamRequest
 
 _INLINE_BYTES = 4096
 """Bodies up to this size are read and tokenised on the event loop: it takes less than a thread's round trip."""
+_MAX_PROMPT_SCORES = 1 << 18
+"""Candidates in the log-probabilities of one prompt: they are read on the event loop, a microsecond each."""
 _COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions."""
 
@@ -41,6 +45,8 @@ class Prepared:
     prompts: list[list[int]]
     limits: list[int]
     """Output tokens for each prompt."""
+    echoes: list[str] | None = None
+    """Text to put before each prompt's answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +64,23 @@ class Session:
     async def whole(self) -> bytes:
         """All text, then one JSON body."""
         texts: dict[int, list[str]] = {choice.index: [] for choice in self.choices}
+        scored: dict[int, list[Scored]] = {choice.index: [] for choice in self.choices}
         finishes: dict[int, str] = {}
         async with aclosing(self.pieces) as batches:
             async for batch in batches:
                 for piece in batch:
                     texts[piece.choice.index].append(piece.text)
+                    scored[piece.choice.index].extend(piece.scored)
                     if piece.finish is not None:
                         finishes[piece.choice.index] = piece.finish
-        whole = [self.style.whole(index, "".join(texts[index]), finishes[index]) for index in sorted(texts)]
+        whole = []
+        for choice in self.choices:
+            tokens = None if self.body.num_logprobs is None else scored[choice.index]
+            told = replies.Told("".join(texts[choice.index]), tokens, self._prompt(choice))
+            whole.append(self.style.whole(choice.index, told, finishes[choice.index]))
         make = partial(self._answer(), object=self.style.whole_object, choices=whole)
-        return msgspec.json.encode(make(usage=self._usage(), metrics=self._metrics()))
+        prompt = self.style.prompt(self._prompt(self.choices[0]))
+        return msgspec.json.encode(make(usage=self._usage(), metrics=self._metrics(), prompt_logprobs=prompt))
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events: what each batch of pieces makes, as one write."""
@@ -98,13 +111,20 @@ class Session:
 
     def _chunks(self, piece: Piece, opened: set[int]) -> list[replies.ChatChunkChoice | replies.TextChoice]:
         index = piece.choice.index
-        chunks = self.style.chunk(index, piece.text, piece.finish)
+        told = replies.Told(piece.text, None if self.body.num_logprobs is None else piece.scored)
+        chunks = self.style.chunk(index, told, piece.finish)
         if index not in opened:
             opened.add(index)
             opening = self.style.opening(index)
             if opening is not None:
                 return [opening, *chunks]
         return chunks
+
+    def _prompt(self, choice: Choice) -> PromptLogprobs | msgspec.UnsetType:
+        num_top = self.body.prompt_logprobs
+        if num_top is None:
+            return msgspec.UNSET
+        return prompt_logprobs(choice.prompt_scored, self.style.names, num_top)
 
     def _answer(self) -> partial[replies.Answer]:
         return partial(replies.Answer, id=self.answer_id, created=int(time.time()), model=self.model)
@@ -132,15 +152,16 @@ class Ingress:
         self._config = config
         self._streams = streams
         self._tokenizer = tokenizer
+        self._names = TokenNames(tokenizer)
         self._metrics = metrics
         self._max_context = max_context
         self._model = replies.Model(id=config.model.name, created=int(time.time()), max_model_len=max_context)
 
     async def chat(self, request: Request) -> Response:
-        return await self._generate(request, self._prepare_chat, replies.ChatStyle())
+        return await self._generate(request, self._prepare_chat, replies.ChatStyle)
 
     async def completions(self, request: Request) -> Response:
-        return await self._generate(request, self._prepare_completion, replies.TextStyle())
+        return await self._generate(request, self._prepare_completion, replies.TextStyle)
 
     async def models(self) -> Response:
         return _json(replies.ModelList(data=[self._model]))
@@ -160,7 +181,10 @@ class Ingress:
         return {"status": "ready"}
 
     async def _generate(
-        self, request: Request, prepare: Callable[[bytes], Prepared], style: replies.Style
+        self,
+        request: Request,
+        prepare: Callable[[bytes], Prepared],
+        style: Callable[[TokenNames, int], replies.Style],
     ) -> Response:
         data = await request.body()
         prepared: Prepared
@@ -170,7 +194,8 @@ class Ingress:
             prepared = prepare(data)
         body = prepared.body
         seed = body.chosen_seed()
-        session = self._start(prepared, style, seed, request.state.request_id, request.state.received)
+        dressed = style(self._names, body.num_logprobs or 0)
+        session = self._start(prepared, dressed, seed, request.state.request_id, request.state.received)
         headers = {"x-paceline-seed": str(seed)}
         if body.stream:
             return sse.EventStream(session.frames(), headers)
@@ -191,7 +216,12 @@ class Ingress:
         body = parse(CompletionRequest, data)
         self._check_model(body.model)
         prompts = [self._prompt_ids(prompt) for prompt in body.prompt]
-        return self._fit(body, prompts, _COMPLETION_MAX_TOKENS, "prompt")
+        prepared = self._fit(body, prompts, _COMPLETION_MAX_TOKENS, "prompt")
+        if not body.echo:
+            return prepared
+        # Text comes back as it was sent, ids as the text they stand for.
+        echoes = [p if isinstance(p, str) else self._tokenizer.decode(p) for p in body.prompt]
+        return dataclasses.replace(prepared, echoes=echoes)
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -232,6 +262,7 @@ class Ingress:
     def _fit(self, body: GenerationRequest, prompts: list[list[int]], default: int, field: str) -> Prepared:
         """Every prompt with its output has to fit; an output length nobody asked for is cut to what does."""
         self._check_ids(body.stop_token_ids, "stop_token_ids")
+        self._check_ids([token for token, _ in body.biases], "logit_bias")
         limits = []
         for ids in prompts:
             room = self._max_context - len(ids)
@@ -241,8 +272,28 @@ class Ingress:
                 raise self._too_long(
                     f"{field}: {len(ids)} tokens and {body.token_limit} to generate exceed", field
                 )
+            self._check_prompt_scores(body, len(ids))
             limits.append(min(default, room) if body.token_limit is None else body.token_limit)
+            if body.min_tokens > limits[-1]:
+                expected = f"a whole number from 0 to {limits[-1]}, the tokens to generate"
+                raise RequestError(
+                    f"min_tokens={body.min_tokens}: expected {expected}",
+                    param="min_tokens",
+                    code="invalid_value",
+                )
         return Prepared(body, prompts, limits)
+
+    def _check_prompt_scores(self, body: GenerationRequest, num_tokens: int) -> None:
+        num = body.num_prompt_logprobs
+        if num is not None and num_tokens * (num + 1) > _MAX_PROMPT_SCORES:
+            field = "prompt_logprobs" if body.prompt_logprobs == num else "logprobs"
+            fitting = _MAX_PROMPT_SCORES // num_tokens - 1
+            expected = f"a whole number from 0 to {fitting}" if fitting >= 0 else "none"
+            raise RequestError(
+                f"{field}={num}: expected {expected} with a prompt of {num_tokens} tokens",
+                param=field,
+                code="invalid_value",
+            )
 
     # --- streams
 
@@ -254,17 +305,32 @@ class Ingress:
         eos = () if body.ignore_eos else self._tokenizer.stop_ids
         stop_ids = tuple(dict.fromkeys((*eos, *body.stop_token_ids)))
         choices: list[Choice] = []
+        echoes: Sequence[str | None] = prepared.echoes or [None] * len(prepared.prompts)
         for prompt_index, (ids, limit) in enumerate(zip(prepared.prompts, prepared.limits, strict=True)):
             for choice in range(body.n):
                 stream = StreamRequest(
                     id=f"{request_id}-{prompt_index}-{choice}",
                     prompt_ids=tuple(ids),
                     sampling=body.sampling(seed, prompt_index, choice),
-                    max_tokens=limit,
+                    max_tokens=max(1, limit),  # an echo alone still is a prompt to run
                     stop_ids=stop_ids,
                     speculate=body.speculation and self._config.speculation.enabled,
+                    logprobs=body.num_logprobs,
+                    prompt_logprobs=body.num_prompt_logprobs,
+                    priority=body.priority,
+                    cache_salt=body.cache_salt,
                 )
-                choices.append(Choice(len(choices), stream, self._tokenizer, body.stop, received))
+                choices.append(
+                    Choice(
+                        len(choices),
+                        stream,
+                        self._tokenizer,
+                        body.stop,
+                        received,
+                        echo=echoes[prompt_index],
+                        is_echo_only=limit == 0,
+                    )
+                )
         keepalive_s = self._config.gateway.keepalive_s
         return Session(
             body=body,

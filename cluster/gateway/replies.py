@@ -12,6 +12,15 @@ from typing import Protocol
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from paceline.cluster.gateway.logprobs import (
+    ChatLogprobs,
+    PromptLogprobs,
+    Scored,
+    TextLogprobs,
+    TokenNames,
+    chat_logprobs,
+    text_logprobs,
+)
 from paceline.cluster.gateway.streams import StreamReport
 from paceline.cluster.types import SOURCE_DRAFT, SOURCE_NAMES
 
@@ -78,22 +87,23 @@ class ChatDelta(Reply, frozen=True, kw_only=True):
 class ChatChoice(Reply, frozen=True, kw_only=True):
     index: int
     message: ChatMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str | None
 
 
 class ChatChunkChoice(Reply, frozen=True, kw_only=True):
     index: int
     delta: ChatDelta
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
 
 
 class TextChoice(Reply, frozen=True, kw_only=True):
     index: int
     text: str
-    logprobs: None = None
+    logprobs: TextLogprobs | None = None
     finish_reason: str | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Answer(Reply, frozen=True, kw_only=True):
@@ -106,6 +116,8 @@ class Answer(Reply, frozen=True, kw_only=True):
     choices: Sequence[ChatChoice | ChatChunkChoice | TextChoice]
     usage: Usage | UnsetType | None = UNSET
     metrics: RequestMetrics | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    """Of a chat, whose choices have one prompt."""
 
 
 class Model(Reply, frozen=True, kw_only=True):
@@ -121,8 +133,22 @@ class ModelList(Reply, frozen=True, kw_only=True):
     object: str = "list"
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a choice says, or a chunk of it: its text, and its tokens if log-probabilities were asked for."""
+
+    text: str
+    scored: Sequence[Scored] | None = None
+    prompt: PromptLogprobs | UnsetType = UNSET
+
+
 class Style(Protocol):
     """What differs between chat and plain completions."""
+
+    @property
+    def names(self) -> TokenNames:
+        """How tokens are spelled."""
+        ...
 
     @property
     def prefix(self) -> str:
@@ -139,17 +165,24 @@ class Style(Protocol):
         """The chunk before a choice's first text, if there is one."""
         ...
 
-    def chunk(self, index: int, text: str, finish: str | None) -> list[ChatChunkChoice | TextChoice]:
+    def chunk(self, index: int, told: Told, finish: str | None) -> list[ChatChunkChoice | TextChoice]:
         """Chunks for new text and for the end of a choice."""
         ...
 
-    def whole(self, index: int, text: str, finish: str) -> ChatChoice | TextChoice: ...
+    def whole(self, index: int, told: Told, finish: str) -> ChatChoice | TextChoice: ...
+
+    def prompt(self, first: PromptLogprobs | UnsetType) -> PromptLogprobs | UnsetType:
+        """What the whole answer, rather than its choices, says of the first prompt."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class ChatStyle:
     """A role chunk, content chunks, a chunk with the finish reason only."""
 
+    names: TokenNames
+    num_top: int = 0
+    """Alternatives shown with a token."""
     prefix: str = "chatcmpl-"
     whole_object: str = "chat.completion"
     chunk_object: str = "chat.completion.chunk"
@@ -157,22 +190,34 @@ class ChatStyle:
     def opening(self, index: int) -> ChatChunkChoice:
         return ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))
 
-    def chunk(self, index: int, text: str, finish: str | None) -> list[ChatChunkChoice | TextChoice]:
+    def chunk(self, index: int, told: Told, finish: str | None) -> list[ChatChunkChoice | TextChoice]:
         chunks: list[ChatChunkChoice | TextChoice] = []
-        if text:
-            chunks.append(ChatChunkChoice(index=index, delta=ChatDelta(content=text)))
+        if told.text or told.scored:
+            delta = ChatDelta(content=told.text)
+            logprobs = self._logprobs(told) if told.scored else None
+            chunks.append(ChatChunkChoice(index=index, delta=delta, logprobs=logprobs))
         if finish is not None:
             chunks.append(ChatChunkChoice(index=index, delta=ChatDelta(), finish_reason=finish))
         return chunks
 
-    def whole(self, index: int, text: str, finish: str) -> ChatChoice:
-        return ChatChoice(index=index, message=ChatMessage(content=text), finish_reason=finish)
+    def whole(self, index: int, told: Told, finish: str) -> ChatChoice:
+        message, logprobs = ChatMessage(content=told.text), self._logprobs(told)
+        return ChatChoice(index=index, message=message, logprobs=logprobs, finish_reason=finish)
+
+    def prompt(self, first: PromptLogprobs | UnsetType) -> PromptLogprobs | UnsetType:
+        return first
+
+    def _logprobs(self, told: Told) -> ChatLogprobs | None:
+        return None if told.scored is None else chat_logprobs(told.scored, self.names, self.num_top)
 
 
 @dataclass(frozen=True, slots=True)
 class TextStyle:
     """Text chunks, the last with the finish reason."""
 
+    names: TokenNames
+    num_top: int = 0
+    """Alternatives shown with a token."""
     prefix: str = "cmpl-"
     whole_object: str = "text_completion"
     chunk_object: str = "text_completion"
@@ -180,13 +225,26 @@ class TextStyle:
     def opening(self, index: int) -> None:
         return None
 
-    def chunk(self, index: int, text: str, finish: str | None) -> list[ChatChunkChoice | TextChoice]:
-        return (
-            [TextChoice(index=index, text=text, finish_reason=finish)] if text or finish is not None else []
+    def chunk(self, index: int, told: Told, finish: str | None) -> list[ChatChunkChoice | TextChoice]:
+        if not (told.text or told.scored or finish is not None):
+            return []
+        logprobs = self._logprobs(told) if told.scored else None
+        return [TextChoice(index=index, text=told.text, logprobs=logprobs, finish_reason=finish)]
+
+    def whole(self, index: int, told: Told, finish: str) -> TextChoice:
+        return TextChoice(
+            index=index,
+            text=told.text,
+            logprobs=self._logprobs(told),
+            finish_reason=finish,
+            prompt_logprobs=told.prompt,
         )
 
-    def whole(self, index: int, text: str, finish: str) -> TextChoice:
-        return TextChoice(index=index, text=text, finish_reason=finish)
+    def prompt(self, first: PromptLogprobs | UnsetType) -> UnsetType:
+        return UNSET
+
+    def _logprobs(self, told: Told) -> TextLogprobs | None:
+        return None if told.scored is None else text_logprobs(told.scored, self.names, self.num_top)
 
 
 def usage(num_prompt: int, num_completion: int, reports: Sequence[StreamReport] = ()) -> Usage:

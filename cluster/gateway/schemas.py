@@ -23,12 +23,18 @@ MAX_MESSAGES = 1024
 MAX_STOPS = 4
 MAX_STOP_LEN = 256
 MAX_TOKENS = 1 << 20
+MAX_BIASES = 1024
+MAX_LOGPROBS = 5
+"""Of plain completions, as with OpenAI."""
+MAX_TOP_LOGPROBS = 20
 
 Int = Annotated[int, Strict()]
 Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 Flag = Annotated[bool, Strict()]
 Text = Annotated[str, Strict()]
 TokenId = Annotated[int, Strict(), Field(ge=0, lt=1 << 31)]
+BiasedToken = Annotated[str, Strict(), Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
+Bias = Annotated[float, Strict(), Field(allow_inf_nan=False, ge=-100, le=100)]
 Prompt = str | list[int]
 """What a client sent as one prompt: text, or token ids."""
 
@@ -106,6 +112,30 @@ class GenerationRequest(Body):
         default_factory=list, max_length=64, description="a list of up to 64 token ids"
     )
     ignore_eos: Flag = Field(False, description="true or false")
+    # Above 0 is all that vLLM asks. Both ends are bounded here, so that no float32 logit overflows.
+    repetition_penalty: Number = Field(1.0, ge=0.01, le=100, description="a number from 0.01 to 100")
+    presence_penalty: Number = Field(0.0, ge=-2, le=2, description="a number from -2 to 2")
+    frequency_penalty: Number = Field(0.0, ge=-2, le=2, description="a number from -2 to 2")
+    logit_bias: dict[BiasedToken, Bias] = Field(
+        default_factory=dict,
+        max_length=MAX_BIASES,
+        description=f"an object with up to {MAX_BIASES} token ids as keys and numbers from -100 to 100 as values",
+    )
+    min_tokens: Int = Field(
+        0, ge=0, le=MAX_TOKENS, description="a whole number from 0 to the number of tokens to generate"
+    )
+    prompt_logprobs: Int | None = Field(
+        None, ge=0, le=MAX_TOP_LOGPROBS, description=f"a whole number from 0 to {MAX_TOP_LOGPROBS}"
+    )
+    priority: Int = Field(
+        0,
+        ge=-(1 << 31),
+        lt=1 << 31,
+        description="a whole number from -2147483648 to 2147483647; the lower runs earlier",
+    )
+    cache_salt: Annotated[str, Strict(), Field(max_length=MAX_STOP_LEN)] = Field(
+        "", description=f"a string of up to {MAX_STOP_LEN} characters"
+    )
     stream: Flag = Field(False, description="true or false")
     stream_options: StreamOptions = Field(
         StreamOptions(),
@@ -123,15 +153,6 @@ class GenerationRequest(Body):
         "functions": lambda value: value == [],
         "tool_choice": lambda value: value in ("none", "auto"),
         "function_call": lambda value: value in ("none", "auto"),
-        "logprobs": lambda value: value is False,
-        "top_logprobs": lambda value: value == 0,
-        "prompt_logprobs": lambda value: value is False,
-        "logit_bias": lambda value: value == {},
-        "frequency_penalty": lambda value: value == 0,
-        "presence_penalty": lambda value: value == 0,
-        "repetition_penalty": lambda value: value == 1,
-        "min_tokens": lambda value: value == 0,
-        "echo": lambda value: value is False,
         "prediction": lambda value: False,
         "suffix": lambda value: value == "",
     }
@@ -157,6 +178,33 @@ class GenerationRequest(Body):
     def _one_stop(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
 
+    @field_validator("prompt_logprobs", mode="before")
+    @classmethod
+    def _false_is_none(cls, value: Any) -> Any:
+        return None if value is False else value
+
+    @model_validator(mode="after")
+    def _no_prompt_in_chunks(self) -> GenerationRequest:
+        if self.prompt_logprobs is not None and self.stream:
+            message = f"prompt_logprobs={self.prompt_logprobs}: expected none with stream=true"
+            raise RequestError(message, param="prompt_logprobs", code="invalid_value")
+        return self
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """The logit bias by token id; a bias of 0 is none."""
+        return tuple(sorted((int(token), bias) for token, bias in self.logit_bias.items() if bias))
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives to show with each token; None shows no log-probabilities."""
+        return None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Alternatives needed for the tokens of the prompt; None needs nothing of the prompt."""
+        return self.prompt_logprobs
+
     @property
     def token_limit(self) -> int | None:
         """Output tokens asked for; the newer name wins."""
@@ -173,6 +221,11 @@ class GenerationRequest(Body):
             min_p=self.min_p,
             choice=choice,
             prompt_index=prompt_index,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.biases,
+            min_tokens=self.min_tokens,
         )
 
     def chosen_seed(self) -> int:
@@ -188,6 +241,26 @@ class ChatRequest(GenerationRequest):
         max_length=MAX_MESSAGES,
         description=f"1 to {MAX_MESSAGES} messages with a role (system, developer, user or assistant) and text content",
     )
+    logprobs: Flag = Field(False, description="true or false")
+    top_logprobs: Int = Field(
+        0,
+        ge=0,
+        le=MAX_TOP_LOGPROBS,
+        description=f"a whole number from 0 to {MAX_TOP_LOGPROBS}, with logprobs=true",
+    )
+
+    unsupported = {**GenerationRequest.unsupported, "echo": lambda value: value is False}
+
+    @model_validator(mode="after")
+    def _asked_for_both(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            message = f"top_logprobs={self.top_logprobs}: expected logprobs=true with it"
+            raise RequestError(message, param="top_logprobs", code="invalid_value")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
 
 
 class CompletionRequest(GenerationRequest):
@@ -197,6 +270,35 @@ class CompletionRequest(GenerationRequest):
         description=f"a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of these",
         json_schema_extra={"anyOf": [{"type": "string"}, {"type": "array"}]},
     )
+    max_tokens: Int | None = Field(
+        None, ge=0, le=MAX_TOKENS, description="a whole number from 1 to 1048576, or 0 with echo=true"
+    )
+    logprobs: Int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description=f"a whole number from 0 to {MAX_LOGPROBS}"
+    )
+    echo: Flag = Field(False, description="true or false")
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _false_means_none(cls, value: Any) -> Any:
+        return None if value is False else value
+
+    @model_validator(mode="after")
+    def _something_to_say(self) -> CompletionRequest:
+        if self.token_limit == 0 and not self.echo:
+            expected = type(self).model_fields["max_tokens"].description
+            raise RequestError(f"max_tokens=0: expected {expected}", param="max_tokens", code="invalid_value")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """An echo shows what log-probabilities were asked for, for the prompt as well."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((num for num in asked if num is not None), default=None)
 
     @field_validator("prompt")
     @classmethod
@@ -268,6 +370,8 @@ def _path(loc: tuple[Any, ...]) -> str:
     for part in loc:
         if isinstance(part, int):
             text += f"[{part}]"
+        elif part.isdecimal():
+            text += f'["{part}"]'
         elif part.isidentifier() and part not in ("str", "int"):
             text += f".{part}" if text else part
     return text

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.cluster.timeline import Timeline
-from paceline.cluster.types import FinishReason, Request
+from paceline.cluster.types import FinishReason, Logprobs, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,10 @@ class StreamEvent:
     finish: FinishReason | None = None
     error: str = ""
     """Set with finish == "error"."""
+    logprobs: Logprobs | None = None
+    """Of the tokens, if the request asked."""
+    prompt_logprobs: Logprobs | None = None
+    """Of the prompt without its first token, with the first tokens, if the request asked."""
 
     @property
     def is_waiting(self) -> bool:

@@ -19,6 +19,11 @@ from paceline.cluster.errors import ModelError, RequestError
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)
+_PLAIN_BYTES = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_BYTE_OF = {chr(byte): byte for byte in _PLAIN_BYTES} | {
+    chr(0x100 + at): byte for at, byte in enumerate(sorted(set(range(0x100)) - set(_PLAIN_BYTES)))
+}
+"""The alphabet of byte-level tokenizers: printable bytes stand for themselves, the others for U+0100 onwards."""
 
 
 class Tokenizer:
@@ -46,6 +51,7 @@ class Tokenizer:
         plain = (id for id in vocab.values() if id not in self.byte_ids and id not in self.hidden_ids)
         self.plain_id = next((id for id in plain if self.decode([id]).isalnum()), None)
         """Any token that is a text of its own."""
+        self._is_byte_level = isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel)
         self.bos_id = self._id_of("bos_token")
         self.stop_ids = self._find_stop_ids(folder)
         """Tokens with which the model ends its answer."""
@@ -68,6 +74,20 @@ class Tokenizer:
         return self._tokenizer.decode(
             [id for id in ids if 0 <= id < self.vocab_size], skip_special_tokens=True
         )
+
+    def token_bytes(self, id: int) -> bytes:
+        """What one token stands for inside a text; special tokens as they are written, unknown ids as nothing."""
+        token = self._tokenizer.id_to_token(id)
+        if token is None:
+            return b""
+        if id in self.byte_ids:
+            return bytes.fromhex(token[3:5])
+        if self._is_byte_level and id not in self.hidden_ids and all(char in _BYTE_OF for char in token):
+            return bytes(_BYTE_OF[char] for char in token)
+        if id in self.hidden_ids or self.plain_id is None:
+            return token.encode()
+        # Behind another token: at a text's start some models drop a space.
+        return self.decode([self.plain_id, id])[len(self.decode([self.plain_id])) :].encode()
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a chat up to where the assistant speaks.

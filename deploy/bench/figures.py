@@ -21,7 +21,7 @@ Outcome = Literal["pass", "fail", "not resolved"]
 SLACK = 0.01
 """How far below its floor the lower end of an interval may lie."""
 WIDEST = 0.03
-"""A wider interval decides nothing."""
+"""A wider interval decides nothing where the limit lies in it."""
 _ROUNDING = 1e-9
 """Of the limits themselves: 0.99 - 0.96 is more than 0.03 in binary."""
 _RESAMPLES = 2000
@@ -112,10 +112,20 @@ def median(values: Sequence[float], *, seed: int = 0) -> Figure:
 
 
 def verdict(figure: Figure, floor: float) -> Outcome:
-    """Whether a figure reaches its floor. An interval too wide to tell says so, whichever way it leans."""
-    if figure.width > WIDEST + _ROUNDING:
+    """Whether a figure reaches its floor.
+
+    A wide interval decides nothing near the floor; one that lies wholly on a side of it decides, however wide.
+    """
+    if figure.width > WIDEST + _ROUNDING and figure.lo < floor <= figure.hi:
         return "not resolved"
     return "pass" if figure.lo >= floor - SLACK - _ROUNDING else "fail"
+
+
+def ceiling_verdict(figure: Figure, ceiling: float) -> Outcome:
+    """Whether a figure stays below its ceiling; the mirror of `verdict`."""
+    if figure.width > WIDEST + _ROUNDING and figure.lo <= ceiling < figure.hi:
+        return "not resolved"
+    return "pass" if figure.hi <= ceiling + SLACK + _ROUNDING else "fail"
 
 
 def timed(work: Callable[[], int]) -> Count:

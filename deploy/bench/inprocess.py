@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 
 from paceline.cluster.config import DraftConfig, SpeculationConfig
+from paceline.cluster.controller import Controller
 from paceline.cluster.errors import RequestError
 from paceline.cluster.scheduler import Stream
 from paceline.cluster.speculation import Tree
@@ -26,8 +27,11 @@ from paceline.deploy.bench.figures import Block, Count, timed
 from paceline.workers.draft import DraftEngine
 from paceline.workers.drafters.base import Drafter
 from paceline.workers.drafters.colocated import ColocatedDrafter
+from paceline.workers.drafters.fused import FusedDrafter
+from paceline.workers.drafters.suffix import SuffixDrafter
 from paceline.workers.engine import Engine
 from paceline.workers.model_runner import ModelRunner, load_runner
+from paceline.workers.profile import measure_step_cost
 
 DrafterFactory = Callable[[ModelRunner], Drafter]
 """The target's runner -> a new drafter without streams."""
@@ -45,21 +49,42 @@ def load(folder: Path) -> ModelRunner:
 
 
 def draft_model(folder: Path, speculation: SpeculationConfig | None = None) -> DrafterFactory:
-    """The default drafter: a draft model in the same process, trees as deep and wide as the cluster's default."""
+    """A draft model in the same process, trees as deep and wide as the cluster's default."""
     shape = speculation or SpeculationConfig()
     config = DraftConfig()
-    runner, _ = load_runner(folder, kv_memory_mb=config.kv_memory_mb, block_size=BLOCK_SIZE, attention="fast")
+    runner, _ = load_runner(folder, kv_memory_mb=config.kv_memory_mb, block_size=BLOCK_SIZE)
 
     def make(target: ModelRunner) -> Drafter:
-        engine = DraftEngine(runner, token_budget=config.token_budget)
+        engine = DraftEngine(runner, token_budget=config.token_budget, prefix_cache=False)
         return ColocatedDrafter(engine, vocab_size=target.vocab_size, depth=shape.depth, width=shape.width)
 
     return make
 
 
+def drafters(folder: Path, speculation: SpeculationConfig | None = None) -> DrafterFactory:
+    """What `speculation.control=measured` with `suffix` is, in one process: copies and a draft model under a controller."""
+    models = draft_model(folder, speculation)
+
+    def make(target: ModelRunner) -> Drafter:
+        # Step times are measured where the blocks will run: with the same number of threads.
+        controller = Controller(measure_step_cost(target))
+        return FusedDrafter([SuffixDrafter(max_store_tokens=0), models(target)], controller)
+
+    return make
+
+
 def new_engine(runner: ModelRunner, drafter: Drafter | None, streams: int) -> Engine:
-    """An idle engine. Several may share a runner's pool as long as only one of them has streams."""
-    return Engine(runner, token_budget=TOKEN_BUDGET, max_streams=max(64, streams), drafter=drafter)
+    """An idle engine. Several may share a runner's pool as long as only one of them has streams.
+
+    No prefix cache: a prompt that comes again must cost again.
+    """
+    return Engine(
+        runner,
+        token_budget=TOKEN_BUDGET,
+        max_streams=max(64, streams),
+        drafter=drafter,
+        prefix_cache=False,
+    )
 
 
 # --- whole requests -------------------------------------------------------------------------------------

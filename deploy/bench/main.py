@@ -26,14 +26,14 @@ PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME":
 
 def run(
     *,
-    target: str = "tiny/target",
-    draft: str = "tiny/draft",
+    target: str = "bundled/target",
+    draft: str = "bundled/draft",
     scenarios: Sequence[str] | None = None,
     streams: Sequence[int] = (1, 4, 16),
     pairs: int = 30,
     quick: bool = False,
     threads: int = 0,
-    max_tokens: int = 96,
+    max_tokens: int = 384,
     samples: int = 8,
     seed: int = 0,
     peers: bool = True,
@@ -46,10 +46,10 @@ def run(
 
     Args:
         target, draft: model folders or names of bundled ones.
-        scenarios: domains, copy, random; None takes all.
+        scenarios: domains, unseen, copy, random; None takes all.
         quick: 3 pairs of short blocks. The figures are there, their intervals say little.
         threads: of the engine; 0 measures which number is fastest.
-        drafter: makes the drafter that is measured; None takes the draft model in the same process.
+        drafter: makes the drafter that is measured; None takes copies and the draft model under a controller, in process.
         json_path: the JSON line is written there as well.
     Raises:
         ConfigError: an argument, or a model folder that is not there.
@@ -63,7 +63,7 @@ def run(
         scenarios=tuple(scenarios or ()),
         streams=tuple(streams),
         pairs=min(pairs, 3) if quick else pairs,
-        max_tokens=min(max_tokens, 32) if quick else max_tokens,
+        max_tokens=min(max_tokens, 64) if quick else max_tokens,
         block_s=0.1 if quick else 1.0,
         samples=min(samples, 2) if quick else samples,
         seed=seed,

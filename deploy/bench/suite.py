@@ -15,6 +15,8 @@ from paceline.deploy.bench.peers import Outputs, Peer, Transformers
 from paceline.deploy.bench.workload import SCENARIOS, Workload
 
 STEP_NODES = (1, 2, 4, 8, 16, 32)
+PEER_TOKENS = 96
+"""Of each request to a peer, whose batch runs to the end of its longest."""
 Say = Callable[[str], None]
 """Progress, for whoever waits."""
 
@@ -64,7 +66,7 @@ class Suite:
         self._options = options
         self._say = say
         self._runner = inprocess.load(self._target)
-        self._make_drafter = drafter or inprocess.draft_model(self._draft)
+        self._make_drafter = drafter or inprocess.drafters(self._draft)
         self._workload = Workload(self._target, seed=options.seed)
         self._judge = Judge(self._target)
         say("measuring memory bandwidth and thread counts")
@@ -109,9 +111,11 @@ class Suite:
 
     def _scenario(self, name: str, streams: int) -> None:
         options, exactness = self._options, self.report.exactness
+        with inprocess.threads(self._threads):
+            drafter = self._make_drafter(self._runner)
         engines = {
             "off": inprocess.new_engine(self._runner, None, streams),
-            "on": inprocess.new_engine(self._runner, self._make_drafter(self._runner), streams),
+            "on": inprocess.new_engine(self._runner, drafter, streams),
         }
         latest: dict[str, inprocess.Tally] = {}
         total = inprocess.Tally()
@@ -121,7 +125,7 @@ class Suite:
                 latest[side] = inprocess.generate(engines[side], requests, streams)
             return latest[side]
 
-        warm_up = self._workload.requests(name, 1_000_000, max(2, streams), max_tokens=options.max_tokens)
+        warm_up = self._workload.requests(name, 1_000_000, max(4, streams), max_tokens=options.max_tokens)
         slower = max(run(side, warm_up).seconds for side in engines)
         num = _block_size(slower, len(warm_up), streams, options.block_s)
 
@@ -182,8 +186,8 @@ class Suite:
     def _peers(self) -> None:
         peers = Transformers(self._target, self._draft)
         largest = max(self._options.streams)
-        one = self._workload.requests("domains", 0, 1, max_tokens=16, greedy=True)
-        many = self._workload.requests("domains", 0, largest, max_tokens=8, greedy=True)
+        one = self._workload.requests("domains", 0, 1, max_tokens=16, greedy=True, stops=False)
+        many = self._workload.requests("domains", 0, largest, max_tokens=8, greedy=True, stops=False)
         self._say("transformers, batch 1")
         self._peer("engine.vs_hf.1", peers.one_by_one(one), 1, drafts=False)
         self._say(f"transformers, padded batch of {largest}")
@@ -192,14 +196,17 @@ class Suite:
         self._peer("engine.vs_hf_assisted.1", peers.assisted(one), 1, drafts=True)
 
     def _peer(self, figure: str, peer: Peer, streams: int, *, drafts: bool) -> None:
-        drafter = self._make_drafter(self._runner) if drafts else None
+        with inprocess.threads(self._threads):
+            drafter = self._make_drafter(self._runner) if drafts else None
         engine = inprocess.new_engine(self._runner, drafter, streams)
         theirs: Outputs = {}
         num_same = num_requests = 0
 
         def first(num: int, index: int) -> list[Request]:
-            tokens = self._options.max_tokens
-            return self._workload.requests("domains", index * num, num, max_tokens=tokens, greedy=True)
+            tokens = min(PEER_TOKENS, self._options.max_tokens)
+            return self._workload.requests(
+                "domains", index * num, num, max_tokens=tokens, greedy=True, stops=False
+            )
 
         seconds = peer.block(lambda index: first(streams, index), lambda index, outputs: None)(0).seconds
         # A padded batch is one call; the others go on until the block is full.
@@ -232,9 +239,9 @@ class Suite:
 
 
 def _block_size(seconds: float, num: int, streams: int, block_s: float) -> int:
-    """Requests of a block, whole waves of `streams`, two at least so that both temperatures are in it."""
+    """Requests of a block: waves of `streams`, in fours, so that two domains and both temperatures are in it."""
     waves = max(1, round(block_s / (seconds / num * streams)))
-    return max(2, waves * streams + (waves * streams) % 2)
+    return -(-waves * streams // 4) * 4
 
 
 def _row(name: str, streams: int, counts: dict[str, list[Count]], total: inprocess.Tally) -> report.Row:

@@ -58,6 +58,7 @@ def picked(assignment: Assignment) -> tuple[str, ...]:
         ([D2, D1, P2, P1, R1], {}, ("decode-a", "prefill-a", "draft-a", "")),
         ([D1, P1, R1], {"num_tokens": 16}, ("decode-a", "", "draft-a", "short")),
         ([D1, P1, R1], {"num_tokens": 17}, ("decode-a", "prefill-a", "draft-a", "")),
+        ([D1, P1, R1], {"needs_prompt_logits": True}, ("decode-a", "", "draft-a", "prompt_logits")),
         ([D1, P1, R1], {"speculate": False}, ("decode-a", "prefill-a", "", "")),
         ([D1, D2, P1], {"avoid": (1,)}, ("decode-b", "prefill-a", "", "")),
         ([D1, P1], {"avoid": (1,)}, ("", "", "", "no decode worker is ready")),

@@ -4,7 +4,6 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +12,7 @@ from paceline.cluster.blocks import BlockPool
 from paceline.cluster.errors import IntegrityError
 from paceline.cluster.scheduler import Plan, Scheduler, Segment, Stream
 from paceline.cluster.speculation import Tree
-from paceline.cluster.types import Request, Sampling
+from scheduling import admit, make, new_stream
 
 
 class WatchedPool(BlockPool):
@@ -36,17 +35,19 @@ class Spec:
     kind: str
     blocked_for: int = 0
     kv_arrives: bool = True
+    priority: int = 0
 
 
 @dataclass
 class Scenario:
-    """One run: the pool, the limits and the streams."""
+    """One run: the pool, the limits and the streams. With a prefix cache: they all begin with the same tokens."""
 
     num_blocks: int
     block_size: int
     token_budget: int
     max_streams: int
     seed: int
+    prefix_cache: bool = False
     specs: list[Spec] = field(default_factory=list)
 
 
@@ -56,25 +57,22 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     num_blocks, block_size = draw(st.integers(2, 8)), draw(st.integers(1, 4))
     room = num_blocks * block_size
     scenario = Scenario(
-        num_blocks, block_size, draw(st.integers(1, 12)), draw(st.integers(1, 5)), draw(st.integers(0, 999))
+        num_blocks,
+        block_size,
+        draw(st.integers(1, 12)),
+        draw(st.integers(1, 5)),
+        draw(st.integers(0, 999)),
+        draw(st.booleans()),
     )
     for _ in range(draw(st.integers(1, 7))):
         num_prompt = draw(st.integers(1, room - 1))
         kind = draw(st.sampled_from(["plain", "plain", "prefill_only", "blocked"]))
         max_tokens = 0 if kind == "prefill_only" else draw(st.integers(1, room - num_prompt))
-        waits = draw(st.integers(0, 6))
+        waits, priority = draw(st.integers(0, 6)), draw(st.sampled_from([0, 0, -1, 1]))
         scenario.specs.append(
-            Spec(draw(st.integers(0, 12)), num_prompt, max_tokens, kind, waits, draw(st.booleans()))
+            Spec(draw(st.integers(0, 12)), num_prompt, max_tokens, kind, waits, draw(st.booleans()), priority)
         )
     return scenario
-
-
-def new_stream(name: str, num_prompt: int, max_tokens: int, arrival: int) -> Stream:
-    """A stream of tokens 0, 1, 2..."""
-    request = Request(name, tuple(range(num_prompt)), Sampling(0), max_tokens)
-    buffer = np.zeros(num_prompt + max_tokens, np.int32)
-    buffer[:num_prompt] = range(num_prompt)
-    return Stream(request, 0, buffer, num_prompt, num_prompt, arrival)
 
 
 def some_tree(dice: random.Random, max_nodes: int = 10) -> Tree:
@@ -91,8 +89,13 @@ class Run:
         self.pool.on_free = self.check_victim  # type: ignore[method-assign]
         self.limits = scenario
         self.scheduler = Scheduler(
-            self.pool, token_budget=scenario.token_budget, max_streams=scenario.max_streams
+            self.pool,
+            token_budget=scenario.token_budget,
+            max_streams=scenario.max_streams,
+            cache_version="v" if scenario.prefix_cache else None,
         )
+        self.num_adopted = 0
+        self.preemptions: dict[str, int] = {}
         self.dice = random.Random(scenario.seed)
         self.is_planning = False
         self.to_come = [(spec.at, index, spec) for index, spec in enumerate(scenario.specs)]
@@ -101,16 +104,16 @@ class Run:
         self.finished: set[str] = set()
 
     def check_victim(self, owner: str) -> None:
-        """Only the youngest stream that holds blocks gives them up, and never a blocked one."""
+        """Only the last by rank that holds blocks gives them up, and never a blocked one."""
         if self.is_planning:
             holders = [s for s in self.scheduler if not s.is_blocked and self.pool.table(s.key)]
-            assert owner == max(holders, key=lambda s: s.arrival).key, "not the youngest was preempted"
+            assert owner == max(holders, key=lambda s: s.rank).key, "not the last by rank was preempted"
 
     def arrive(self, now: int) -> None:
         for item in [item for item in self.to_come if item[0] <= now]:
             self.to_come.remove(item)
             _, index, spec = item
-            stream = new_stream(f"s{index}", spec.num_prompt, spec.max_tokens, index)
+            stream = new_stream(f"s{index}", spec.num_prompt, spec.max_tokens, index, spec.priority)
             stream.prefill_only = spec.kind == "prefill_only"
             self.scheduler.add(stream)
             if spec.kind == "blocked":
@@ -130,6 +133,7 @@ class Run:
                     stream.num_computed = stream.num_tokens - 1
                 else:
                     self.pool.free(stream.key)
+                    stream.restart()
 
     def plan(self) -> Plan:
         before = {s.key: list(self.pool.table(s.key)) for s in self.scheduler}
@@ -153,26 +157,44 @@ class Run:
             assert len(self.pool.table(stream.key)) * self.pool.block_size >= end
             assert (segment.tree is not None) == (stream in caught_up)
             assert segment.samples == (end == stream.num_tokens and not stream.prefill_only)
+            self.check_writes(stream, segment.start, end)
         assert planned or not plan.preempted, "preempted in vain"
         for stream in plan.preempted:
             assert stream.num_computed == 0 and not self.pool.table(stream.key)
         self.check_nobody_is_left_out(plan, caught_up)
+        self.num_adopted += plan.num_adopted
+        assert plan.num_adopted <= plan.num_queried
         return plan
 
+    def check_writes(self, stream: Stream, start: int, end: int) -> None:
+        """What is computed goes to blocks of this stream alone, which nobody can find."""
+        for index in range(start // self.pool.block_size, self.pool.blocks_for(end)):
+            block = self.pool.table(stream.key)[index]
+            assert block not in self.pool._hash_of, "a shared block is written"
+            assert self.pool._num_owners[block] == 1
+
     def check_nobody_is_left_out(self, plan: Plan, caught_up: list[Stream]) -> None:
-        """A caught-up stream runs unless it was preempted, the limits were reached or older ones hold the pool."""
+        """A caught-up stream runs unless it was preempted, the limits were reached or those before it hold the pool.
+
+        Those that count towards the limits are caught up, or come before it by rank.
+        """
         planned = [segment.stream for segment in plan.segments]
-        num_served = sum(stream in planned or stream in plan.preempted for stream in caught_up)
+        served = [stream for stream in caught_up if stream in planned or stream in plan.preempted]
         for stream in caught_up:
-            if stream in planned or stream in plan.preempted:
+            if stream in served:
                 continue
-            if num_served >= min(self.limits.token_budget, self.limits.max_streams):
+            before = [s for s in planned if s not in served and s.rank < stream.rank]
+            if len(served) + len(before) >= min(self.limits.token_budget, self.limits.max_streams):
+                continue
+            if len(before) and plan.num_rows == self.limits.token_budget:
                 continue
             if plan.preempted:  # what they gave up came too late for this one
                 continue
-            younger = [s for s in self.scheduler if s.arrival > stream.arrival and not s.is_blocked]
+            behind = [s for s in self.scheduler if s.rank > stream.rank and not s.is_blocked]
             assert self.pool.num_free == 0, f"{stream.key} was left out with room to spare"
-            assert not any(self.pool.table(s.key) for s in younger), f"{stream.key} yields to a younger one"
+            assert not self.pool.num_reclaimable(s.key for s in behind), (
+                f"{stream.key} yields to one behind it"
+            )
 
     def attach(self, plan: Plan, segment: Segment, tree: Tree) -> None:
         num_free = self.pool.num_free
@@ -186,6 +208,7 @@ class Run:
 
         got = segment.tree
         assert got is not None and segment.num_rows == len(got) >= 1
+        self.check_writes(stream, segment.start, segment.start + len(got))
         assert plan.num_rows <= self.limits.token_budget
         assert got.depths.max() < stream.num_allowed
         num_taken = len(self.pool.table(stream.key)) - num_held
@@ -201,6 +224,7 @@ class Run:
             stream = segment.stream
             if not segment.samples:
                 stream.num_computed += segment.num_rows
+                self.scheduler.share(stream)
                 if stream.prefill_only and stream.num_missing == 0:
                     self.release_at[stream.key] = now + self.dice.randrange(3)
                 continue
@@ -211,6 +235,7 @@ class Run:
             stream.num_computed = stream.num_tokens + num_accepted
             stream.append([7] * (num_accepted + 1))
             assert stream.num_output <= stream.request.max_tokens
+            self.scheduler.share(stream)
             self.pool.shrink(stream.key, stream.num_tokens)
             if stream.num_allowed == 0:
                 self.finish(stream)
@@ -219,6 +244,7 @@ class Run:
                 self.finish(stream)
 
     def finish(self, stream: Stream) -> None:
+        self.preemptions[stream.request.id] = stream.num_preempted
         self.scheduler.remove(stream)
         self.finished.add(stream.request.id)
 
@@ -237,7 +263,7 @@ class Run:
 @settings(max_examples=500, deadline=None)
 @given(scenarios())
 def test_every_stream_finishes_and_every_plan_keeps_its_promises(scenario: Scenario) -> None:
-    """Budget, stream limit, block books, order of preemption and progress hold in every step of random runs."""
+    """Limits, block books, order of preemption, shared blocks and progress hold in every step of random runs."""
     run = Run(scenario)
     for now in range(3000):
         run.step(now)
@@ -246,20 +272,19 @@ def test_every_stream_finishes_and_every_plan_keeps_its_promises(scenario: Scena
 
     assert run.finished == {f"s{index}" for index in range(len(scenario.specs))}
     assert run.pool.num_free == scenario.num_blocks and not run.scheduler.has_work
+    assert scenario.prefix_cache or not run.num_adopted
 
 
-def make(
-    num_blocks: int, *, token_budget: int = 64, max_streams: int = 8, block_size: int = 4
-) -> tuple[Scheduler, BlockPool]:
-    pool = BlockPool(num_blocks, block_size)
-    return Scheduler(pool, token_budget=token_budget, max_streams=max_streams), pool
+def test_random_runs_do_share() -> None:
+    """The runs above are about nothing if no stream ever adopts: here one after the other does, preempted or not."""
+    specs = [Spec(2 * i, 9, 6, "plain", priority=-i % 3) for i in range(6)]
+    run = Run(Scenario(7, 2, 12, 5, 1, True, specs))
+    for now in range(300):
+        run.step(now)
+    num_preempted = sum(count > 0 for count in run.preemptions.values())
 
-
-def admit(scheduler: Scheduler, name: str, num_prompt: int, arrival: int, num_computed: int = 0) -> Stream:
-    stream = new_stream(name, num_prompt, 16, arrival)
-    scheduler.add(stream)
-    stream.num_computed = num_computed
-    return stream
+    assert len(run.finished) == 6
+    assert run.num_adopted > 20 and num_preempted > 0
 
 
 def test_a_long_prompt_never_stalls_a_running_stream() -> None:
@@ -384,3 +409,82 @@ def test_blocks_of_a_stream_that_is_gone_are_found() -> None:
 
     with pytest.raises(IntegrityError, match="4 computed"):
         scheduler.check_integrity()
+    stream = next(iter(scheduler))
+    stream.num_computed, stream.num_shared = 0, 1
+    with pytest.raises(IntegrityError, match="1 blocks shared, 0 tokens computed"):
+        scheduler.check_integrity()
+
+
+# --- priorities -----------------------------------------------------------------------------------------
+
+
+def test_a_lower_priority_value_runs_earlier() -> None:
+    """Among prompts and among running streams; equal ones go by arrival."""
+    scheduler, pool = make(64, token_budget=5, max_streams=3)
+    for arrival, priority in enumerate([0, 1, -1, 0, -1]):
+        running = admit(scheduler, f"run{arrival}", 5, arrival, 4, priority)
+        pool.try_extend(running.key, 4)
+    order = [segment.stream.request.id for segment in scheduler.plan().segments]
+    scheduler, _ = make(64, token_budget=12, max_streams=3)
+    for arrival, priority in enumerate([0, 1, -1, 0, -1]):
+        admit(scheduler, f"new{arrival}", 4, arrival, 0, priority)
+
+    assert order == ["run2", "run4", "run0"]
+    assert [s.stream.request.id for s in scheduler.plan().segments] == ["new2", "new4", "new0"]
+
+
+def test_an_urgent_prompt_takes_the_blocks_of_the_least_urgent_youngest() -> None:
+    """Priority goes before age, both when taking and when giving up; a running urgent stream is left alone."""
+    scheduler, pool = make(3)
+    for arrival, priority in enumerate([5, 0, 5]):
+        pool.try_extend(admit(scheduler, f"run{arrival}", 4, arrival, 3, priority).key, 4)
+    admit(scheduler, "urgent", 8, 3, 0, -1)
+    plan = scheduler.plan()
+
+    assert [stream.request.id for stream in plan.preempted] == ["run2", "run0"]
+    assert [segment.stream.request.id for segment in plan.segments] == ["run1", "urgent"]
+
+
+@pytest.mark.parametrize("limits", [{"max_streams": 2}, {"token_budget": 2}, {"max_streams": 1}])
+def test_a_flow_of_younger_streams_cannot_starve_a_prompt(limits: dict[str, int]) -> None:
+    """Their prompts are computed elsewhere and they arrive caught up; an older prompt still gets its turn."""
+    scheduler, pool = make(64, **limits)  # type: ignore[arg-type]
+    prompt = admit(scheduler, "prompt", 9, 0)
+    planned = []
+    for arrival in range(1, 40):
+        for name in ("a", "b", "c"):
+            pool.try_extend(admit(scheduler, f"{name}{arrival}", 5, arrival, 4).key, 4)
+        plan = scheduler.plan()
+        planned.append(len(plan.segments))
+        for segment in plan.segments:
+            segment.stream.num_computed += segment.num_rows
+            if segment.stream is not prompt:
+                scheduler.remove(segment.stream)
+        if prompt.num_missing == 0:
+            break
+
+    assert prompt.num_missing == 0
+    assert set(planned) == {min(limits.values())}, "a segment was kept free for nothing"
+
+
+def test_a_prompt_waits_for_streams_that_run_longer() -> None:
+    """Running streams before it are not disturbed: it waits for one of their places."""
+    scheduler, pool = make(64, max_streams=2)
+    for arrival in range(2):
+        pool.try_extend(admit(scheduler, f"run{arrival}", 5, arrival, 4).key, 4)
+    admit(scheduler, "prompt", 9, 2)
+
+    assert [s.stream.request.id for s in scheduler.plan().segments] == ["run0", "run1"]
+
+
+def test_a_place_kept_for_a_prompt_that_finds_no_blocks_is_used() -> None:
+    """What the older prompt cannot use goes to the stream that made way for it."""
+    scheduler, pool = make(3, max_streams=1)
+    holder = admit(scheduler, "holder", 8, 0)
+    holder.is_blocked = True
+    pool.try_extend(holder.key, 8)
+    admit(scheduler, "large", 8, 1)
+    young = admit(scheduler, "young", 3, 2, num_computed=2)
+    pool.try_extend(young.key, 2)
+
+    assert [s.stream for s in scheduler.plan().segments] == [young]

@@ -113,6 +113,8 @@ def mark(seq: int) -> Credit:
 def values(annotation: typing.Any) -> st.SearchStrategy[typing.Any]:
     """Values of a field's type, over the whole range that msgpack can carry."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is tuple and args[-1] is not ...:
+        return st.tuples(*(values(arg) for arg in args))
     if origin is tuple:
         return st.lists(values(args[0]), max_size=3).map(tuple)
     if origin is typing.Literal:
@@ -152,7 +154,7 @@ def test_every_struct_is_a_message_or_part_of_one() -> None:
     """A message type that was left out of the union could be sent and never be read."""
     structs = {v for v in vars(types).values() if isinstance(v, type) and issubclass(v, types.Struct)}
     parts = {types.Struct, types.Sampling, types.Request, types.WorkerInfo, types.Delta, types.KVLayout}
-    parts |= {types.DraftOpen, types.DraftAdvance, types.DraftTree}
+    parts |= {types.DraftOpen, types.DraftAdvance, types.DraftTree, types.Logprobs}
 
     assert structs - parts == set(KINDS)
 

@@ -21,8 +21,18 @@ from paceline.cluster.errors import ConfigError
 from paceline.cluster.types import SOURCE_DRAFT, Request, Sampling
 from paceline.deploy.bench import inprocess, main, suite
 from paceline.deploy.bench.check import Exactness, Judge
-from paceline.deploy.bench.figures import Count, Figure, alternate, median, rate, ratio, unit_seconds, verdict
-from paceline.deploy.bench.workload import DOMAINS, SCENARIOS, Workload
+from paceline.deploy.bench.figures import (
+    Count,
+    Figure,
+    alternate,
+    ceiling_verdict,
+    median,
+    rate,
+    ratio,
+    unit_seconds,
+    verdict,
+)
+from paceline.deploy.bench.workload import SCENARIOS, Workload
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -40,13 +50,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(TARGET / file, made / file)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=2048,
+        vocab_size=4096,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=640,
+        max_position_embeddings=1024,
         initializer_range=0.15,
         pad_token_id=0,
         bos_token_id=1,
@@ -126,14 +136,17 @@ def test_seconds_a_unit_are_not_the_reciprocal_of_a_mean() -> None:
         (Figure(0.98, 0.965, 0.99), "pass"),
         (Figure(0.98, 0.9599, 0.985), "fail"),
         (Figure(0.975, 0.96, 0.99), "pass"),
-        (Figure(2.0, 1.9, 2.1), "not resolved"),
-        (Figure(0.5, 0.4, 0.6), "not resolved"),
+        (Figure(0.98, 0.96, 1.0), "not resolved"),
+        (Figure(2.0, 1.9, 2.1), "pass"),
+        (Figure(0.5, 0.4, 0.6), "fail"),
     ],
-    ids=["inside", "below", "just", "wide and far above", "wide and far below"],
+    ids=["inside", "below", "just", "wide", "wide and far above", "wide and far below"],
 )
 def test_a_floor_is_passed_missed_or_not_resolved(figure: Figure, outcome: str) -> None:
-    """An interval wider than 0.03 decides nothing, wherever it lies."""
+    """An interval wider than 0.03 with the floor in it decides nothing; a ceiling is the mirror."""
     assert verdict(figure, 0.97) == outcome
+    mirrored = Figure(2 - figure.value, 2 - figure.hi, 2 - figure.lo)
+    assert ceiling_verdict(mirrored, 1.03) == outcome
 
 
 # --- workload -------------------------------------------------------------------------------------------
@@ -155,22 +168,32 @@ def test_half_of_the_requests_are_greedy_and_prompts_fit_the_model() -> None:
     for name, scenario in SCENARIOS.items():
         requests = workload.requests(name, 0, 8, max_tokens=8)
 
-        assert [r.sampling.temperature for r in requests] == [0.0, scenario.temperature] * 4
+        assert [r.sampling.temperature for r in requests] == [
+            0.0,
+            0.0,
+            scenario.temperature,
+            scenario.temperature,
+        ] * 2
         assert all(0 <= t < len(workload.tokenizer) for r in requests for t in r.prompt_ids)
-        assert all(0 < len(r.prompt_ids) < 400 for r in requests)
+        assert all(0 < len(r.prompt_ids) < 600 for r in requests)
         assert len({r.id for r in requests}) == 8
         assert all(
             r.sampling.temperature == 0 for r in workload.requests(name, 0, 8, max_tokens=8, greedy=True)
         )
 
 
-def test_a_domain_is_added_as_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second entry of the table takes turns with the first."""
+def test_domains_are_held_out_tasks_in_turn_at_both_temperatures() -> None:
+    """Four requests have both domains, each greedy and drawn; they end where the reply does."""
     workload = Workload(TARGET)
-    before = workload.requests("domains", 0, 8, max_tokens=8)
-    monkeypatch.setitem(DOMAINS, "another", DOMAINS["python"])
+    requests = workload.requests("unseen", 0, 4, max_tokens=300)
+    texts = [workload.tokenizer.decode(request.prompt_ids) for request in requests]
 
-    assert workload.requests("domains", 0, 8, max_tokens=8) != before
+    assert ["SQL" in text for text in texts] == [True, False, True, False]
+    assert [r.sampling.temperature for r in requests] == [0.0, 0.0, 0.8, 0.8]
+    assert all(workload.tokenizer.decode(r.stop_ids) == "<|eos|><|end|>" for r in requests)
+    assert [r.max_tokens for r in requests] == [256] * 4
+    assert all(r.stop_ids == () for r in workload.requests("random", 0, 4, max_tokens=8))
+    assert workload.requests("unseen", 0, 1, max_tokens=8, stops=False)[0].stop_ids == ()
 
 
 # --- engine ---------------------------------------------------------------------------------------------
@@ -232,7 +255,7 @@ def test_the_judge_sees_a_wrong_token(folder: Path) -> None:
     runner, judge, found = inprocess.load(folder), Judge(folder), Exactness()
     requests = [Request(f"r{i}", tuple(range(10, 30)), Sampling(i, 0.8 * i), 12) for i in range(2)]
     right = inprocess.generate(inprocess.new_engine(runner, None, 2), requests, 2).outputs
-    wrong = {name: [*tokens[:5], (tokens[5] + 1) % 2048, *tokens[6:]] for name, tokens in right.items()}
+    wrong = {name: [*tokens[:5], (tokens[5] + 1) % 4096, *tokens[6:]] for name, tokens in right.items()}
 
     judge.compare(found, requests, right, right)
     judge.sample(found, requests, right)
@@ -264,7 +287,7 @@ def test_a_quick_run_gives_every_figure_and_ends_in_json(quick: dict[str, Any], 
     text, progress = run(tmp_path / "bench.json", **quick)
 
     found = json.loads(text.splitlines()[-1])
-    names = {f"speculation.{scenario}.{streams}" for scenario in SCENARIOS for streams in (1, 3)}
+    names = {f"spec.on_off.{scenario}.{streams}" for scenario in SCENARIOS for streams in (1, 3, "min")}
     names |= {"engine.vs_hf.1", "engine.vs_hf_batch.3", "engine.vs_hf_assisted.1"}
     names |= {f"step.t{nodes}" for nodes in suite.STEP_NODES} | {"step.t8_t1", "step.floor"}
     names |= {"prefill.tokens_s", "exact.mismatches", "exact.near_ties_per_100k"}
@@ -293,7 +316,7 @@ def test_an_interrupted_run_shows_what_is_finished(
 
     found = json.loads(text.splitlines()[-1])
     assert found["interrupted"] and "interrupted" in text
-    assert {"speculation.random.1", "speculation.random.3", "exact.mismatches"} <= set(found["figures"])
+    assert {"spec.on_off.random.1", "spec.on_off.random.min", "exact.mismatches"} <= set(found["figures"])
     assert "step.t1" not in found["figures"]
 
 

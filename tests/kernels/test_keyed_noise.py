@@ -61,7 +61,9 @@ def test_the_vocabulary_form_equals_the_general_form_bit_for_bit(num_ids: int) -
     positions, choices, prompts = (torch.randint(0, 2**32, (5,), generator=generator) for _ in range(3))
     whole = gumbel_vocabulary(seeds, positions, choices, prompts, num_ids)
     single = gumbel(seeds, positions, choices, prompts, torch.arange(num_ids))
+    plain = gumbel_vocabulary(seeds, positions, choices, prompts, num_ids, backend="reference")
 
+    assert torch.equal(plain.view(torch.int32), whole.view(torch.int32))
     assert whole.dtype == torch.float32 and whole.shape == (5, num_ids)
     assert torch.equal(whole.view(torch.int32), single.view(torch.int32))
 

@@ -1,4 +1,4 @@
-"""Tiny random models of five families -> runners and oracles, each loaded once a session."""
+"""Tiny random models of six families -> runners and oracles, each loaded once a session."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
@@ -37,8 +38,6 @@ COMMON = {
 }
 GEMMA_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 CONFIGS: dict[str, Callable[[], object]] = {
-    "llama": lambda: LlamaConfig(**COMMON),
-    "qwen3": lambda: Qwen3Config(**COMMON, head_dim=16),
     "gemma3": lambda: Gemma3TextConfig(
         **COMMON,
         head_dim=16,
@@ -47,9 +46,22 @@ CONFIGS: dict[str, Callable[[], object]] = {
         layer_types=GEMMA_LAYERS,
         tie_word_embeddings=False,  # tied, a random model repeats its last token for ever
     ),
+    "llama": lambda: LlamaConfig(**COMMON),
     "mistral": lambda: MistralConfig(**COMMON, head_dim=16, sliding_window=11),
     "mixtral": lambda: MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3": lambda: Qwen3Config(**COMMON, head_dim=16),
+    "gemma2": lambda: Gemma2Config(
+        **COMMON,
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        sliding_window=8,
+        layer_types=GEMMA_LAYERS,
+        attn_logit_softcapping=2.0,  # low enough to bend the scores of a random model
+        final_logit_softcapping=3.0,
+        tie_word_embeddings=False,
+    ),
 }
+"""A family's place is the seed of its weights: new ones go last."""
 
 RunnerFactory = Callable[..., ModelRunner]
 
@@ -70,7 +82,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
     def folder(family: str) -> Path:
         if family not in made:
-            torch.manual_seed(sorted(CONFIGS).index(family))
+            torch.manual_seed(list(CONFIGS).index(family))
             made[family] = tmp_path_factory.mktemp(family)
             AutoModelForCausalLM.from_config(CONFIGS[family]()).save_pretrained(made[family])
         return made[family]

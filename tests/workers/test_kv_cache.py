@@ -53,7 +53,8 @@ def test_written_rows_are_read_back_and_nothing_else_changes(cache: KVCache) -> 
     after = everything(cache)
     changed = (before != after).flatten(3).any(-1)
 
-    assert torch.equal(cache.keys(1)[slots], k) and torch.equal(cache.values(1)[slots], v)
+    assert torch.equal(cache.keys(1)[:, slots], k.transpose(0, 1))
+    assert torch.equal(cache.values(1)[:, slots], v.transpose(0, 1))
     assert torch.equal(cache.gather(1, slots), torch.stack([k, v]))
     assert not changed[[0, 2]].any()
     assert sorted(set(changed[1].nonzero()[:, 1].tolist())) == sorted(slots.tolist())

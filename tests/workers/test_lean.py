@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from paceline.cluster.speculation import Tree
+from paceline.kernels.layer_jit import rms_norm
 from paceline.workers import lean
 from paceline.workers.model_batch import BatchBuilder
 from paceline.workers.model_runner import ModelRunner, load_runner
@@ -70,14 +72,19 @@ def test_other_families_say_why_they_run_plainly(model_folder: Callable[[str], P
     assert runner.path.startswith("transformers: model_type ")
 
 
+def spoiled_norm(x: Any, weight: Any, eps: Any, out: Any, *, wrong: float) -> None:
+    """RMS norm off by a factor."""
+    rms_norm(x, weight, eps, out)
+    out *= wrong
+
+
 def test_a_lean_path_with_other_logits_is_refused(
     model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The comparison at load has teeth: an error in the lean maths, or NaN, keeps the plain path."""
     for wrong in (1.001, float("nan")):
         with monkeypatch.context() as patch:
-            norm = lean.F.rms_norm
-            patch.setattr(lean.F, "rms_norm", lambda *a, norm=norm, wrong=wrong: norm(*a) * wrong)
+            patch.setattr(lean, "rms_norm", lambda *a, wrong=wrong: spoiled_norm(*a, wrong=wrong))
             runner, _ = load_runner(model_folder("llama"), kv_memory_mb=2, block_size=8)
 
         assert runner.path.startswith("transformers: lean logits differ by ")
@@ -127,11 +134,11 @@ def test_logits_have_the_same_bits_whatever_the_chunks_and_trees(
     builder.add_chunk(TABLE, IDS[:num], 0, keep_last=True)
     chunk = runner.forward(builder.build()[0])
     tree = BatchBuilder(runner.cache)
-    # The spine stands first: branches behind it add exact zeros to its sums. A branch's own rows sum in another order.
-    spine = [int(IDS[37]), int(IDS[38])]
-    tree.add_tree(TABLE, Tree.build(int(IDS[36]), [*spine, 5, 6], [-1, 0, -1, 0]), 36)
+    # The right path is a side branch, its nodes apart from each other: no row may care where its keys lie.
+    right = [int(IDS[37]), int(IDS[38])]
+    tree.add_tree(TABLE, Tree.build(int(IDS[36]), [5, right[0], 6, 7, right[1]], [-1, -1, 0, 1, 1]), 36)
     verified = runner.forward(tree.build()[0])
 
     assert torch.equal(mixed, whole) and torch.equal(single, whole)
     assert torch.equal(chunk[0], whole[-1])
-    assert torch.equal(verified[:3], whole[36:39])
+    assert torch.equal(verified[[0, 2, 5]], whole[36:39])

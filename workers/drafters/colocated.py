@@ -63,7 +63,15 @@ class ColocatedDrafter(Drafter):
         new = tuple(tokens[known:].tolist())
         if known and self._engine.advance(stream.key, known, prefix_hash(tokens[:known]), new):
             return
-        everything = DraftOpen(stream.key, tuple(tokens.tolist()), stream.request.sampling, stream.num_prompt)
+        request = stream.request
+        everything = DraftOpen(
+            stream.key,
+            tuple(tokens.tolist()),
+            request.sampling,
+            stream.num_prompt,
+            request.stop_ids,
+            request.cache_salt,
+        )
         self._engine.open(stream.key, everything)
 
     def _tree(self, stream: Stream, reply: DraftTree | None) -> Tree | None:

@@ -135,8 +135,16 @@ class RemoteDrafter(Drafter):
             drafting = self._streams[stream.key]
             tokens = stream.token_ids
             if drafting.sent_len == 0 or stream.key in lost:
+                request = stream.request
                 opens.append(
-                    DraftOpen(stream.key, tuple(tokens.tolist()), stream.request.sampling, stream.num_prompt)
+                    DraftOpen(
+                        stream.key,
+                        tuple(tokens.tolist()),
+                        request.sampling,
+                        stream.num_prompt,
+                        request.stop_ids,
+                        request.cache_salt,
+                    )
                 )
             elif drafting.sent_len < stream.num_tokens:
                 known = drafting.sent_len

@@ -30,8 +30,8 @@ TEMPLATE = (
     "{% for m in messages %}{{ '<|user|>' + m.content + '<|end|>' }}{% endfor %}"
     "{% if messages[0].content == 'refuse' %}{{ raise_exception('no') }}{% endif %}<|assistant|>"
 )
-CHAT: dict[str, Any] = {"model": "paceline-tiny", "messages": [{"role": "user", "content": "hi"}]}
-TEXT: dict[str, Any] = {"model": "paceline-tiny", "prompt": "hi"}
+CHAT: dict[str, Any] = {"model": "paceline-small", "messages": [{"role": "user", "content": "hi"}]}
+TEXT: dict[str, Any] = {"model": "paceline-small", "prompt": "hi"}
 NEVER = 3600.0
 
 
@@ -180,7 +180,7 @@ async def test_several_prompts_and_choices_are_streams_of_their_own(
 
     streams = ScriptedStreams(script)
     async with serve(streams) as client:
-        answer = await client.completions.create(model="paceline-tiny", prompt=["a", "bc"], n=2)
+        answer = await client.completions.create(model="paceline-small", prompt=["a", "bc"], n=2)
 
     assert [(choice.index, choice.text) for choice in answer.choices] == [
         (0, "00"),
@@ -199,8 +199,8 @@ async def test_token_ids_and_an_empty_prompt(serve: Serve, tokenizer: Tokenizer)
     """Ids go through as they are; nothing becomes the token that begins a text."""
     streams = ScriptedStreams(spell(tokenizer, "x"))
     async with serve(streams) as client:
-        await client.completions.create(model="paceline-tiny", prompt=[[7, 8], [9]])
-        await client.completions.create(model="paceline-tiny", prompt="")
+        await client.completions.create(model="paceline-small", prompt=[[7, 8], [9]])
+        await client.completions.create(model="paceline-small", prompt="")
 
     assert [request.prompt_ids for request in streams.requests] == [(7, 8), (9,), (0,)]
 
@@ -501,12 +501,12 @@ async def test_models_health_and_ready(serve: Serve, tokenizer: Tokenizer) -> No
     """What clients and probes ask first."""
     async with serve(ScriptedStreams([])) as client:
         listed = await client.models.list()
-        one = await client.models.retrieve("paceline-tiny")
+        one = await client.models.retrieve("paceline-small")
         async with httpx.AsyncClient() as raw:
             base = str(client.base_url).removesuffix("/v1/")
             probes = [await raw.get(f"{base}/{name}") for name in ("health", "ready", "openapi.json")]
 
-    assert [model.id for model in listed.data] == ["paceline-tiny"]
+    assert [model.id for model in listed.data] == ["paceline-small"]
     assert one.object == "model"
     assert [probe.status_code for probe in probes] == [200, 200, 200]
     assert probes[0].json() == {"status": "ok"}

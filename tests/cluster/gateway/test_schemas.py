@@ -130,6 +130,27 @@ def test_prompts_times_choices_are_bounded() -> None:
         ({"stream": "yes"}, 'stream="yes": expected true or false'),
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage=1: expected"),
         ({"metadata": 1}, "metadata=1: expected an object"),
+        ({"presence_penalty": 2.1}, "presence_penalty=2.1: expected a number from -2 to 2"),
+        ({"frequency_penalty": -3}, "frequency_penalty=-3: expected a number from -2 to 2"),
+        ({"frequency_penalty": "x"}, 'frequency_penalty="x": expected a number from -2 to 2'),
+        ({"repetition_penalty": 0}, "repetition_penalty=0: expected a number from 0.01 to 100"),
+        ({"repetition_penalty": -1.5}, "repetition_penalty=-1.5: expected a number from 0.01 to 100"),
+        ({"logit_bias": {"5": 101}}, 'logit_bias["5"]=101: expected an object with up to 1024 token ids'),
+        ({"logit_bias": {"5": True}}, 'logit_bias["5"]=true: expected an object'),
+        ({"logit_bias": {"-5": 1}}, 'logit_bias="-5": expected an object'),
+        ({"logit_bias": {"05": 1}}, 'logit_bias["05"]="05": expected an object'),
+        ({"logit_bias": {"five": 1}}, 'logit_bias.five="five": expected an object'),
+        ({"logit_bias": [5]}, "logit_bias=[5]: expected an object"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias=<1025 items>: expected"),
+        ({"min_tokens": -1}, "min_tokens=-1: expected a whole number from 0"),
+        ({"logprobs": 1}, "logprobs=1: expected true or false"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs=21: expected a whole number from 0 to 20"),
+        ({"top_logprobs": 2}, "top_logprobs=2: expected logprobs=true with it"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs=-1: expected a whole number from 0 to 20"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs=1: expected none with stream=true"),
+        ({"priority": 1.5}, "priority=1.5: expected a whole number"),
+        ({"priority": 1 << 31}, "priority=2147483648: expected a whole number"),
+        ({"cache_salt": "x" * 257}, "cache_salt="),
         ({"messages": []}, "messages=[]: expected 1 to 1024 messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, 'messages[0].role="tool": expected'),
         ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content=1: expected"),
@@ -152,15 +173,6 @@ def test_a_bad_value_is_named_with_its_legal_range(fields: dict[str, Any], messa
         {"response_format": {"type": "json_object"}},
         {"tools": [{"type": "function"}]},
         {"tool_choice": "required"},
-        {"logprobs": True},
-        {"logprobs": 1},
-        {"top_logprobs": 2},
-        {"prompt_logprobs": 0},
-        {"logit_bias": {"5": 1}},
-        {"frequency_penalty": 0.5},
-        {"presence_penalty": "x"},
-        {"repetition_penalty": 1.1},
-        {"min_tokens": 1},
         {"echo": True},
         {"best_of": 2},
         {"prediction": {"type": "content", "content": "x"}},
@@ -173,6 +185,57 @@ def test_what_is_not_served_yet_is_refused_by_name(fields: dict[str, Any]) -> No
 
     assert error.param == next(iter(fields))
     assert error.code == "unsupported_parameter"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"logprobs": 6}, "logprobs=6: expected a whole number from 0 to 5"),
+        ({"logprobs": True}, "logprobs=true: expected a whole number from 0 to 5"),
+        ({"max_tokens": 0}, "max_tokens=0: expected a whole number from 1 to 1048576, or 0 with echo=true"),
+        ({"echo": "yes"}, 'echo="yes": expected true or false'),
+    ],
+)
+def test_plain_completions_have_ranges_of_their_own(fields: dict[str, Any], message: str) -> None:
+    """Fewer alternatives than a chat, and a prompt may be all there is to say."""
+    with pytest.raises(RequestError) as caught:
+        completion(prompt="a", **fields)
+
+    assert str(caught.value).startswith(message)
+    assert caught.value.param == next(iter(fields)) and caught.value.status == 400
+
+
+def test_sampling_parameters_reach_the_stream() -> None:
+    """A bias comes sorted by id; one of 0 is none."""
+    body = chat(
+        repetition_penalty=1.2,
+        presence_penalty=-2,
+        frequency_penalty=0.5,
+        logit_bias={"10": -100, "9": 1.5, "3": 0},
+        min_tokens=4,
+    )
+    sampling = body.sampling(1, 0, 0)
+
+    assert sampling.logit_bias == ((9, 1.5), (10, -100.0))
+    assert (sampling.repetition_penalty, sampling.presence_penalty) == (1.2, -2.0)
+    assert (sampling.frequency_penalty, sampling.min_tokens) == (0.5, 4)
+    assert sampling.is_adjusted and not chat().sampling(1, 0, 0).is_adjusted
+
+
+def test_what_log_probabilities_are_needed() -> None:
+    """An echo with logprobs needs the prompt's; the larger of two wishes is computed."""
+    wishes = [
+        chat(),
+        chat(logprobs=True),
+        chat(logprobs=True, top_logprobs=4, prompt_logprobs=0),
+        completion(prompt="a", logprobs=0),
+        completion(prompt="a", logprobs=3, echo=True),
+        completion(prompt="a", logprobs=3, echo=True, prompt_logprobs=7, max_tokens=0),
+        completion(prompt="a", echo=True, logprobs=False, prompt_logprobs=False),
+    ]
+
+    assert [body.num_logprobs for body in wishes] == [None, 0, 4, 0, 3, 3, None]
+    assert [body.num_prompt_logprobs for body in wishes] == [None, None, 0, None, 3, 7, None]
 
 
 def test_values_that_change_nothing_pass() -> None:

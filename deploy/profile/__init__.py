@@ -1,0 +1,1 @@
+"""Measures a machine and a model pair in process: `paceline profile`."""
