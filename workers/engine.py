@@ -181,9 +181,19 @@ class Engine:
             ]
             if running:
                 self._drafter.observe(running)
-        self._metrics.steps.inc()
+        self._count(result)
         self._metrics.step_seconds.observe(seconds)
         return result
+
+    def _count(self, result: StepResult) -> None:
+        """A step's figures, each counter once: its lock costs as much as a row's bookkeeping."""
+        self._metrics.steps.inc()
+        emitted = b"".join(emission.sources for emission in result.emissions)
+        for source, counter in enumerate(self._token_counters):
+            if num := emitted.count(source):
+                counter.inc(num)
+        if drafted := sum(emission.num_drafted for emission in result.emissions):
+            self._metrics.drafted.inc(drafted)
 
     def _propose(self, plan: Plan) -> None:
         if self._drafter is None:
@@ -289,10 +299,6 @@ class Engine:
         stream.append(tokens)
         stream.num_computed = min(stream.num_computed, stream.num_tokens)
         self.pool.shrink(stream.key, stream.num_tokens)
-        for source in sources:
-            self._token_counters[source].inc()
-        if num_drafted:
-            self._metrics.drafted.inc(num_drafted)
         version = self._drafter.version(stream) if self._drafter is not None else ""
         logprobs = self._logprobs.output(stream, path, tokens) if self._logprobs else None
         prompt = self._logprobs.prompt(stream) if self._logprobs else None

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from paceline.cluster.types import Sampling
+from paceline.kernels.decide import decide
 from paceline.kernels.filter_logits import filter_logits
 from paceline.kernels.keyed_noise import gumbel_vocabulary
 
@@ -36,17 +37,16 @@ class SamplingRows:
     choices: Tensor
     prompts: Tensor
     positions: Tensor
-
-    @property
-    def is_greedy(self) -> bool:
-        """No row needs noise."""
-        return not bool((self.temperature > 0).any())
+    is_greedy: bool = False
+    """Every row is plain argmax: the tensors are empty, for nothing reads them."""
 
     @classmethod
     def build(
         cls, samplings: Sequence[Sampling], counts: Sequence[int], positions: npt.NDArray[np.int64]
     ) -> SamplingRows:
         """`counts[i]` consecutive rows for `samplings[i]`; positions int64 [R]."""
+        if all(sampling.temperature == 0 for sampling in samplings):
+            return _GREEDY
         index = np.repeat(np.arange(len(samplings)), np.asarray(counts))
 
         def column(name: str, dtype: type) -> Tensor:
@@ -64,6 +64,10 @@ class SamplingRows:
             column("prompt_index", np.int64),
             torch.from_numpy(np.asarray(positions, np.int64)),
         )
+
+
+_NONE = torch.empty(0)
+_GREEDY = SamplingRows(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, is_greedy=True)
 
 
 class NoiseSource(Protocol):
@@ -143,5 +147,4 @@ def choose(
     logits_RV: Tensor, rows: SamplingRows, noise: NoiseSource | None = None
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     """The decided token of each row, and whether the row was usable (no NaN, something left to draw)."""
-    best = perturb(logits_RV, rows, noise).max(dim=-1)
-    return best.indices.numpy(), torch.isfinite(best.values).numpy()
+    return decide(perturb(logits_RV, rows, noise))

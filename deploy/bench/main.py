@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from paceline.cluster.config import model_folder
+from paceline.cluster.pair import check_pair
 
 if TYPE_CHECKING:
     from paceline.deploy.bench.inprocess import DrafterFactory
@@ -52,7 +53,7 @@ def run(
         drafter: makes the drafter that is measured; None takes copies and the draft model under a controller, in process.
         json_path: the JSON line is written there as well.
     Raises:
-        ConfigError: an argument, or a model folder that is not there.
+        ConfigError: an argument, or a model folder that is not there. ModelError: the two share no tokenizer.
     """
     waiting = _wait_passively()
     from paceline.deploy.bench.report import console
@@ -73,6 +74,7 @@ def run(
         waiting=waiting,
     )
     folders = model_folder(target), model_folder(draft)
+    check_pair(*folders)
     with _quiet_loading(), _speaker(err) as say:
         suite = Suite(folders, options, drafter, say)
         suite.report.show_card(out)
