@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from paceline.cluster.errors import ConfigError
+from paceline.cluster.types import SOURCE_NAMES
+
+DRAFT_SOURCES = SOURCE_NAMES[1:]
+"""Names of the drafters that `speculation.sources` may ask; tokens and figures carry the same names."""
 
 
 class Section(BaseModel):
@@ -120,12 +124,23 @@ class SpeculationConfig(Section):
     """Upper bound on waiting for a remote draft in one step. The wait follows the measured round trip; a draft
     worker that misses is not waited for again until it answers in time."""
 
-    suffix: bool = False
-    """Also copy from the stream's own past: prompt and answer. Best with control=measured, which drops the copies
-    that do not pay."""
+    sources: list[str] = ["draft"]
+    """Who proposes, in the order in which they are asked. draft: the draft workers. suffix: copies from the stream's
+    own past, prompt and answer; list it first, it works while a draft worker does. Best with control=measured, which
+    leaves out what does not pay."""
     control: Literal["fixed", "measured"] = "fixed"
     """fixed: ask for and verify `depth` x `width` in every step. measured: step times are measured at start, and each
     step asks whom and verifies what pays, nothing included."""
+
+    @field_validator("sources", mode="before")
+    @classmethod
+    def _known_and_different(cls, value: object) -> object:
+        names = value if isinstance(value, list) else []
+        if not names or any(name not in DRAFT_SOURCES or names.count(name) > 1 for name in names):
+            raise ValueError(
+                f"speculation.sources={value!r}: expected a list of one or more of {', '.join(DRAFT_SOURCES)}, each once"
+            )
+        return value
 
 
 class LinkConfig(Section):

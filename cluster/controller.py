@@ -4,7 +4,11 @@ The rate of a step with n draft nodes is (B + sum of their chances) / T(B + n). 
 calibrated scores, so taking nodes in descending order always takes a parent before its child, and the best n is found
 by one scan (T has steps, so no early stop). What a draft costs in waiting is spent before its nodes are seen; whether
 to ask for one at all is therefore a second decision, made from what asking brought lately. Together they bound the
-loss on text nobody can draft: a source that does not pay is asked again only in the 8th, 16th ... 512th step.
+loss on text nobody can draft: a source that does not pay is tried again only after 8, 16 ... 512 steps.
+
+A trial is two steps, since a source that was not asked has to catch up first and only the second step shows what it
+can do, and in it the source's own scores are believed: calibrated ones are low because it was bad, nodes with low
+scores are not verified, and what is not verified would never be found to have become good.
 
 Source of the tree rule: Sequoia (Chen et al. 2402.12374) for path products; SmartSpec (Liu et al. 2406.14066) for
 goodput; here the tree is cut over all streams of the batch at once.
@@ -58,11 +62,26 @@ class Calibration:
     _EDGES = np.asarray([0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95])
     _PRIOR = 8.0
     _DECAY = 0.995
+    _FADE = 0.999
+    """Of all cells in a step that drafts: one that looks too bad to be tried is tried again some thousand steps on."""
 
     def __init__(self) -> None:
         shape = (len(SOURCE_NAMES), 3, 3, len(self._EDGES) + 1)
         self._tries = np.zeros(shape)
         self._hits = np.zeros(shape)
+        self._reliability = np.zeros((3, len(SOURCE_NAMES), len(self._EDGES) + 1))
+        """By (source, bucket of the calibrated score): trials, sum of the scores, hits; decayed."""
+
+    def errors(self) -> dict[str, float]:
+        """Source -> mean distance of calibrated scores from how often they held, over its buckets by their trials."""
+        trials, predicted, hits = self._reliability
+        totals, misses = trials.sum(axis=1), np.abs(predicted - hits).sum(axis=1)
+        return {name: float(m / n) for name, n, m in zip(SOURCE_NAMES, totals, misses, strict=True) if n > 0}
+
+    def forget(self, source: int) -> None:
+        """A source begins anew."""
+        for counters in (self._tries, self._hits, *self._reliability):
+            counters[source] = 0.0
 
     def _keys(self, tree: Tree) -> tuple[npt.NDArray[np.int64], ...]:
         return (
@@ -74,11 +93,20 @@ class Calibration:
 
     def calibrated(self, tree: Tree) -> Tree:
         """The same tree with calibrated scores."""
-        keys = self._keys(tree)
         scores = tree.scores.copy()
-        prior = self._PRIOR * scores[1:]
-        scores[1:] = (self._hits[keys] + prior) / (self._tries[keys] + self._PRIOR)
+        scores[1:] = self._estimate(self._keys(tree), scores[1:])
         return Tree(tree.tokens, tree.parents, tree.depths, tree.sources, scores)
+
+    def _estimate(
+        self, keys: tuple[npt.NDArray[np.int64], ...], raw: npt.NDArray[np.float32]
+    ) -> npt.NDArray[np.float64]:
+        estimate = (self._hits[keys] + self._PRIOR * raw) / (self._tries[keys] + self._PRIOR)
+        return np.asarray(estimate)
+
+    def fade(self) -> None:
+        """A step went by in which something was proposed."""
+        self._tries *= self._FADE
+        self._hits *= self._FADE
 
     def observe(self, raw: Tree, path: Sequence[int]) -> None:
         """What was verified. Only nodes whose parent was accepted are trials; counting others would bias."""
@@ -88,10 +116,22 @@ class Calibration:
         if not trial.any():
             return
         keys = tuple(key[trial] for key in self._keys(raw))
+        hits = accepted[1:][trial].astype(np.float64)
+        predicted = self._estimate(keys, raw.scores[1:][trial])
+        cells = (keys[0], np.searchsorted(self._EDGES, predicted))
+        for counters, values in zip(self._reliability, (np.ones(len(hits)), predicted, hits), strict=True):
+            counters[cells] *= self._DECAY
+            np.add.at(counters, cells, values)
         self._tries[keys] *= self._DECAY
         self._hits[keys] *= self._DECAY
         np.add.at(self._tries, keys, 1.0)
-        np.add.at(self._hits, keys, accepted[1:][trial].astype(np.float64))
+        np.add.at(self._hits, keys, hits)
+
+
+_FIRST_PAUSE = 8
+_LONGEST_PAUSE = 512
+_TRIAL = 2
+"""Steps in a row for which a paused source is asked."""
 
 
 @dataclass(slots=True)
@@ -99,12 +139,12 @@ class _Gate:
     """One drafter's balance: tokens it brought a step against seconds it cost."""
 
     gain: float = 1.0
-    """Accepted tokens a step and stream, smoothed; optimistic at first, so that it is tried."""
+    """Accepted tokens a step and drafting stream, smoothed; optimistic at first, so that it is tried."""
     wait_s: float = 0.0
     pause: int = 0
-    next_pause: int = 8
-    is_trial: bool = False
-    """The coming step asks although it does not seem to pay."""
+    next_pause: int = _FIRST_PAUSE
+    trial: int = 0
+    """Steps left of asking although it does not seem to pay: in the first it catches up, the second counts."""
 
 
 class Controller:
@@ -118,56 +158,75 @@ class Controller:
 
     # -- whether to ask ----------------------------------------------------------------------------------
 
-    def should_ask(self, name: str, num_streams: int) -> bool:
-        """Whether drafter `name` is worth asking for the next step of this many streams."""
+    def should_ask(self, name: str, num_streams: int, num_others: int = 0) -> bool:
+        """Whether drafter `name` is worth asking for the next step of this many streams.
+
+        `num_others` are streams of the same step that want no drafts: they wait for them all the same.
+        """
         gate = self._gates.setdefault(name, _Gate())
+        if gate.trial == _TRIAL:
+            gate.trial = 1
+            return True
+        gate.trial = 0
         if gate.pause > 0:
             gate.pause -= 1
             return False
-        gate.is_trial = not self._pays(gate, num_streams)
-        if not gate.is_trial:
+        if self._pays(gate, num_streams, num_others):
             return True
-        # One trial step, then a longer pause: a source that begins to pay is found again.
+        # A short trial, then a longer pause: a source that begins to pay is found again.
+        gate.trial = _TRIAL
         gate.pause = gate.next_pause
-        gate.next_pause = min(512, gate.next_pause * 2)
+        gate.next_pause = min(_LONGEST_PAUSE, gate.next_pause * 2)
         return True
 
-    def _pays(self, gate: _Gate, num_streams: int) -> bool:
-        streams = max(1, num_streams)
-        plain_s = float(self.cost(streams))
-        nodes = streams * max(1.0, gate.gain)
-        return (streams * (1.0 + gate.gain)) / (
-            float(self.cost(streams + nodes)) + gate.wait_s
-        ) > streams / plain_s
+    def _pays(self, gate: _Gate, num_streams: int, num_others: int) -> bool:
+        drafting = max(1, num_streams)
+        plain = drafting + num_others
+        nodes = drafting * max(1.0, gate.gain)
+        seconds = float(self.cost(plain + nodes)) + gate.wait_s
+        return (plain + drafting * gate.gain) / seconds > plain / float(self.cost(plain))
 
-    def asked(self, name: str, wait_s: float, gained: float, num_streams: int) -> None:
+    def asked(self, name: str, wait_s: float, gained: float, num_streams: int, num_others: int = 0) -> None:
         """What asking `name` in a step cost, and the tokens of its that were accepted in it."""
         gate = self._gates.setdefault(name, _Gate())
+        if gate.trial == _TRIAL:
+            return  # it caught up
         now = _Gate(gained / max(1, num_streams), wait_s)
-        weight = 0.5 if gate.is_trial else 0.1  # trials are rare: each must count
+        weight = 0.5 if gate.trial else 0.1  # trials are rare: each must count
         gate.wait_s += weight * (now.wait_s - gate.wait_s)
         gate.gain += weight * (now.gain - gate.gain)
-        if self._pays(gate, num_streams) or (gate.is_trial and self._pays(now, num_streams)):
-            gate.next_pause = 8
+        if self._pays(gate, num_streams, num_others) or (
+            gate.trial and self._pays(now, num_streams, num_others)
+        ):
+            gate.next_pause = _FIRST_PAUSE
             gate.pause = 0
+
+    def reset(self, name: str, source: int) -> None:
+        """`name` drafts with other weights now: what was learnt of it and of its nodes no longer counts."""
+        self._gates.pop(name, None)
+        self._calibration.forget(source)
 
     # -- how much to verify ------------------------------------------------------------------------------
 
-    def choose(self, trees: Sequence[Tree | None]) -> list[Tree | None]:
+    def choose(self, trees: Sequence[Tree | None], num_others: int = 0) -> list[Tree | None]:
         """Cut all streams' trees to the nodes that maximise expected tokens per second; None where nothing is left.
 
-        `trees` has one entry for each stream that is caught up.
+        `trees` has one entry for each stream that is caught up and wants drafts, `num_others` are those that do not.
         """
-        calibrated = [None if tree is None else self._calibration.calibrated(tree) for tree in trees]
+        is_trial = any(gate.trial for gate in self._gates.values())
+        calibrated = [
+            tree if tree is None or is_trial else self._calibration.calibrated(tree) for tree in trees
+        ]
         products = [np.empty(0, np.float32) if t is None else t.path_products()[1:] for t in calibrated]
         owner = np.repeat(np.arange(len(trees)), [len(p) for p in products])
         flat = np.concatenate(products) if products else np.empty(0, np.float32)
         if len(flat) == 0:
             return [None] * len(trees)
+        self._calibration.fade()
         order = np.argsort(-flat, kind="stable")[: self._max_nodes]
         gains = np.concatenate([[0.0], np.cumsum(flat[order], dtype=np.float64)])
-        rows = len(trees) + np.arange(len(gains))
-        best = int(np.argmax((len(trees) + gains) / self.cost(rows)))
+        plain = len(trees) + num_others
+        best = int(np.argmax((plain + gains) / self.cost(plain + np.arange(len(gains)))))
         taken = order[:best]
         offsets = np.concatenate([[0], np.cumsum([len(p) for p in products])])
         chosen: list[Tree | None] = []
@@ -180,3 +239,7 @@ class Controller:
     def verified(self, tree: Tree, path: Sequence[int]) -> None:
         """A chosen tree's accepted nodes."""
         self._calibration.observe(tree, path)
+
+    def calibration_errors(self) -> dict[str, float]:
+        """Source -> how far its calibrated scores were from the truth lately, 0 to 1."""
+        return self._calibration.errors()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric
@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_NODES = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 
 
 class Metrics:
@@ -30,7 +31,28 @@ class Metrics:
         self.steps = self._counter("engine_steps_total", "Engine steps.")
         self.step_seconds = self._histogram("engine_step_seconds", "Duration of one engine step.")
         self.tokens = self._counter("tokens_total", "Emitted tokens by source.", "source")
-        self.drafted = self._counter("drafted_tokens_total", "Draft nodes that the target verified.")
+        self.drafted = self._counter("drafted_tokens_total", "Proposed tokens by source.", "source")
+        self.verified = self._counter(
+            "verified_tokens_total", "Proposed tokens that the target verified, by source.", "source"
+        )
+        self.accepted = self._counter(
+            "accepted_tokens_total", "Proposed tokens that were right, by source.", "source"
+        )
+        self.wasted = self._counter(
+            "wasted_tokens_total", "Proposed tokens that were verified and wrong, by source.", "source"
+        )
+        self.draft_seconds = self._counter(
+            "draft_seconds_total", "Time that steps spent asking a source, waits included.", "source"
+        )
+        self.calibration_error = Gauge(
+            "paceline_draft_calibration_error",
+            "Mean distance of a source's calibrated scores from its acceptance, over buckets of the score.",
+            ["source"],
+            registry=self.registry,
+        )
+        self.step_nodes = self._histogram(
+            "step_draft_nodes", "Proposed tokens verified in one step, of all its streams.", _NODES
+        )
         self.preemptions = self._counter("preemptions_total", "Streams that gave up their KV blocks.")
         self.prefix_query_tokens = self._counter(
             "prefix_query_tokens_total", "Tokens of streams that looked for their prefix in the KV cache."
@@ -59,8 +81,8 @@ class Metrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"paceline_{name}", text, labels, registry=self.registry)
 
-    def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(f"paceline_{name}", text, buckets=_SECONDS, registry=self.registry)
+    def _histogram(self, name: str, text: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
+        return Histogram(f"paceline_{name}", text, buckets=buckets, registry=self.registry)
 
     def text(self) -> bytes:
         """Prometheus text format 0.0.4."""

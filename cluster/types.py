@@ -22,6 +22,7 @@ SOURCE_DRAFT = 1
 SOURCE_SUFFIX = 2
 """The token was copied from the stream's own past, or another's, and accepted."""
 SOURCE_NAMES = ("target", "draft", "suffix")
+"""Behind the target, also the names of the drafters: a configuration asks for them and figures are labelled by them."""
 
 
 class Struct(msgspec.Struct, frozen=True, tag=True, array_like=True):

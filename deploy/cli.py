@@ -69,7 +69,7 @@ def serve(
     resolved = _with_free_ports(_load(preset, config, [*(settings or []), *extra]))
     target, draft = model_folder(resolved.model.target), model_folder(resolved.model.draft)
     check_model_files(target)
-    if resolved.speculation.enabled and resolved.draft.replicas:
+    if resolved.speculation.enabled and resolved.draft.replicas and "draft" in resolved.speculation.sources:
         check_model_files(draft)
         check_pair(target, draft)
     folder = local.run_folder(name)
@@ -367,7 +367,8 @@ def _print_plan(config: ClusterConfig) -> None:
 
 def _speculation(config: ClusterConfig) -> str:
     speculation = config.speculation
-    return f"{speculation.depth} deep, {speculation.width} wide" if speculation.enabled else "off"
+    shape = f"{speculation.depth} deep, {speculation.width} wide"
+    return f"{' + '.join(speculation.sources)}, {shape}" if speculation.enabled else "off"
 
 
 def _print_ready(config: ClusterConfig, name: str, state: dict[str, Any], detach: bool) -> None:

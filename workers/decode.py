@@ -38,14 +38,13 @@ from paceline.cluster.types import (
     WorkerInfo,
 )
 from paceline.workers.base import Worker
-from paceline.workers.drafters.base import Drafter
+from paceline.workers.drafters.base import Context, Drafter, make
 from paceline.workers.drafters.fused import FusedDrafter
 from paceline.workers.drafters.remote import RemoteDrafter
-from paceline.workers.drafters.suffix import SuffixDrafter
 from paceline.workers.engine import Emission, Engine
 from paceline.workers.kv_cache import digest
 from paceline.workers.kv_link import Arrival, LinkReceiver, LinkStore
-from paceline.workers.model_runner import load_runner
+from paceline.workers.model_runner import ModelRunner, load_runner
 from paceline.workers.profile import measure_step_cost
 
 log = structlog.get_logger(__name__)
@@ -84,18 +83,12 @@ class DecodeWorker(Worker):
         log.info(
             "kv_pool", worker=self.member.me.worker_id, num_blocks=runner.cache.num_blocks, reason=reason
         )
-        speculation = self.config.speculation
-        self._drafter = RemoteDrafter(speculation, self.metrics, runner.vocab_size, self._connect_draft)
-        # No store of finished answers: nothing of a request may outlive it unless its tenant agreed to that.
-        copies = [SuffixDrafter(max_store_tokens=0)] if speculation.suffix else []
-        sources: list[Drafter] = [*copies, self._drafter]
-        controller = Controller(measure_step_cost(runner)) if speculation.control == "measured" else None
         self._engine = Engine(
             runner,
             token_budget=decode.token_budget,
             max_streams=decode.max_streams,
             max_context=self.config.limits.max_context,
-            drafter=FusedDrafter(sources, controller) if speculation.enabled else None,
+            drafter=self._make_drafter(runner),
             metrics=self.metrics,
             prefix_cache=self.config.kv.prefix_cache,
         )
@@ -104,32 +97,49 @@ class DecodeWorker(Worker):
         self._num_links = 0
         self._store = LinkStore(self.config.link.interface, self.config.link.timeout_s)
 
+    def _make_drafter(self, runner: ModelRunner) -> Drafter | None:
+        """What the configuration asks for; step times are measured before anything is in the pool."""
+        speculation = self.config.speculation
+        self._controller: Controller | None = None
+        self._remote: RemoteDrafter | None = None
+        if not speculation.enabled:
+            return None
+        context = Context(runner, speculation, self.metrics, self._connect_draft)
+        drafters = [make(name, context) for name in speculation.sources]
+        self._remote = next((d for d in drafters if isinstance(d, RemoteDrafter)), None)
+        if speculation.control == "measured":
+            self._controller = Controller(measure_step_cost(runner))
+        return FusedDrafter(drafters, self._controller, metrics=self.metrics)
+
     # -- event loop's thread -----------------------------------------------------------------------------
 
     def on_message(self, peer: wire.Peer, message: Message) -> None:
         if isinstance(message, Drafts):
             # Straight to the mailbox: the engine thread may be waiting for it.
-            if self.state != "starting" and peer.identity is not None:
-                self._drafter.deliver(peer.identity.incarnation, message)
+            if self.state != "starting" and self._remote is not None and peer.identity is not None:
+                self._remote.deliver(peer.identity.incarnation, message)
         else:
             super().on_message(peer, message)
 
     def on_directory(self, directory: Directory) -> None:
-        if self.state == "ready":
+        if self.state == "ready" and self._remote is not None:
+            remote = self._remote
             drafts = [w for w in directory.workers if w.role == "draft" and w.state == "ready"]
-            self.post(lambda: self._reroute(drafts))
+            self.post(lambda: remote.reroute((s.stream for s in self._sessions.values()), drafts))
 
     def _connect_draft(self, worker: WorkerInfo) -> None:
         """Open the connection to a draft worker; asked for on the engine thread."""
+        assert self._remote is not None
+        remote = self._remote
 
         async def connect() -> None:
             try:
                 peer = await self.member.peer_to(worker)
             except WireError as error:
                 log.info("draft_unreachable", worker=worker.worker_id, error=str(error))
-                self.post(lambda: self._drafter.lost(worker.incarnation))
+                self.post(lambda: remote.lost(worker.incarnation))
                 return
-            self.post(lambda: self._drafter.connected(worker, peer))
+            self.post(lambda: remote.connected(worker, peer))
 
         self.soon(lambda: self.spawn(connect()))
 
@@ -174,13 +184,15 @@ class DecodeWorker(Worker):
             self._forget(old, "superseded")
         num_remote = len(request.prompt_ids) + len(message.resumed) - 1
         prefill = None if request.needs_prompt_logits else message.prefill
-        if message.draft is not None and request.speculate:
-            self._drafter.route(key, message.draft)
+        if self._remote is not None and message.draft is not None and request.speculate:
+            self._remote.route(key, message.draft)
         try:
             stream = self._engine.add(
                 request, epoch=epoch, resumed=message.resumed, blocked=prefill is not None
             )
         except RequestError as error:
+            if self._remote is not None:
+                self._remote.unroute(key)
             start = len(message.resumed)
             delta = Delta(request.id, epoch, start, (), b"", finish="error", error=str(error))
             gateway.send_threadsafe(Deltas((delta,)))
@@ -206,16 +218,13 @@ class DecodeWorker(Worker):
         link = self._links.pop(incarnation, None)
         if link is not None:
             link.close()
-        self._drafter.lost(incarnation)
+        if self._remote is not None:
+            self._remote.lost(incarnation)
         for session in list(self._sessions.values()):
             if session.gateway is peer:
                 self._forget(session, "gateway_lost")
             elif session.handoff is not None and session.handoff.sender_incarnation == incarnation:
                 self._drop(session, "prefill_lost")
-
-    def _reroute(self, drafts: list[WorkerInfo]) -> None:
-        if self.config.speculation.enabled:
-            self._drafter.reroute((s.stream for s in self._sessions.values()), drafts)
 
     # -- engine thread: receiving KV ---------------------------------------------------------------------
 
@@ -417,6 +426,12 @@ class DecodeWorker(Worker):
         self._engine.remove(session.stream)
 
     # -- figures -----------------------------------------------------------------------------------------
+
+    def metrics_text(self) -> bytes:
+        if self.state != "starting" and self._controller is not None:
+            for source, error in self._controller.calibration_errors().items():
+                self.metrics.calibration_error.labels(source).set(error)
+        return super().metrics_text()
 
     def num_streams(self) -> int:
         return len(self._sessions) if self.state != "starting" else 0

@@ -197,10 +197,7 @@ class DraftEngine:
                 break
             builder = BatchBuilder(self.runner.cache)
             for stream, token in zip(streams, spine, strict=True):
-                table = self.pool.table(stream.key)
-                builder.add_chunk(
-                    table, np.asarray([token], np.int32), len(stream.tokens) + level, keep_last=True
-                )
+                builder.add_token(self.pool.table(stream.key), int(token), len(stream.tokens) + level)
                 stream.spine.append(int(token))
             logits = self.runner.forward(builder.build()[0])
         return [self._tree(stream, levels, index) for index, stream in enumerate(streams)]
@@ -226,7 +223,7 @@ class DraftEngine:
         builder = BatchBuilder(self.runner.cache)
         for stream in streams:
             start = len(stream.tokens) - 1
-            builder.add_chunk(self.pool.table(stream.key), stream.tokens[start:], start, keep_last=True)
+            builder.add_token(self.pool.table(stream.key), int(stream.tokens[start]), start)
             stream.num_computed = len(stream.tokens)
             stream.spine = []
         logits = self.runner.forward(builder.build()[0])
@@ -252,8 +249,9 @@ class DraftEngine:
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """int64 [B, width] tokens, best perturbed score first, and float32 [B, width] draft probabilities (0: none)."""
         top = perturb(logits, rows, self._noise).topk(min(width, logits.shape[-1]), dim=-1)
-        heat = torch.where(rows.temperature > 0, rows.temperature, torch.ones_like(rows.temperature))
-        probs = (logits / heat[:, None]).softmax(-1).gather(-1, top.indices)
+        if not rows.is_greedy:
+            logits = logits / torch.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
+        probs = logits.softmax(-1).gather(-1, top.indices)
         probs = torch.where(torch.isfinite(top.values), probs, torch.zeros_like(probs))
         return top.indices.numpy(), probs.numpy()
 

@@ -23,7 +23,8 @@ from paceline.workers.logprobs import LogprobBook
 from paceline.workers.model_batch import BatchBuilder
 from paceline.workers.model_runner import ModelRunner
 from paceline.workers.sampling import CachedNoise, SamplingRows, choose
-from paceline.workers.verifiers.match import match
+from paceline.workers.verifiers.base import Verifier
+from paceline.workers.verifiers.match import Match
 
 SegmentLayerHook = Callable[[Plan, int], None]
 
@@ -71,10 +72,14 @@ class Engine:
         max_streams: int,
         max_context: int | None = None,
         drafter: Drafter | None = None,
+        verifier: Verifier | None = None,
         metrics: Metrics | None = None,
         prefix_cache: bool = True,
     ) -> None:
-        """`prefix_cache`: KV of equal prefixes is computed once. It changes what a prompt costs, never a text."""
+        """`verifier` is Match if not given.
+
+        `prefix_cache`: KV of equal prefixes is computed once. It changes what a prompt costs, never a text.
+        """
         self.runner = runner
         self.pool = BlockPool(runner.cache.num_blocks, runner.cache.block_size)
         self.scheduler = Scheduler(
@@ -85,8 +90,17 @@ class Engine:
         )
         self.max_context = min(max_context or runner.max_context, runner.max_context)
         self._drafter = drafter
+        self._verifier = verifier or Match()
         self._metrics = metrics or Metrics()
         self._token_counters = [self._metrics.tokens.labels(name) for name in SOURCE_NAMES]
+        self._draft_counters = [
+            (
+                self._metrics.verified.labels(n),
+                self._metrics.accepted.labels(n),
+                self._metrics.wasted.labels(n),
+            )
+            for n in SOURCE_NAMES
+        ]
         self._arrivals = 0
         self._noise = CachedNoise()
         self._adjuster = Adjuster(runner.vocab_size)
@@ -192,8 +206,22 @@ class Engine:
         for source, counter in enumerate(self._token_counters):
             if num := emitted.count(source):
                 counter.inc(num)
-        if drafted := sum(emission.num_drafted for emission in result.emissions):
-            self._metrics.drafted.inc(drafted)
+        if self._drafter is not None and result.outcomes:
+            self._count_drafts(result.outcomes)
+
+    def _count_drafts(self, outcomes: list[Outcome]) -> None:
+        trees = [(outcome.tree.sources, outcome.path) for outcome in outcomes if outcome.tree is not None]
+        verified = b"".join(sources[1:].tobytes() for sources, _ in trees)
+        accepted = bytes(int(sources[node]) for sources, path in trees for node in path)
+        self._metrics.step_nodes.observe(len(verified))
+        if not verified:
+            return
+        for source, (is_verified, is_accepted, is_wasted) in enumerate(self._draft_counters):
+            if num := verified.count(source):
+                num_right = accepted.count(source)
+                is_verified.inc(num)
+                is_accepted.inc(num_right)
+                is_wasted.inc(num - num_right)
 
     def _propose(self, plan: Plan) -> None:
         if self._drafter is None:
@@ -272,7 +300,7 @@ class Engine:
             emitted, is_usable, num_drafted = int(decided[0]), bool(usable[0]), 0
             stream.num_computed = stream.num_tokens
         else:
-            verdict = match(tree, decided)
+            verdict = self._verifier.verify(tree, decided)
             path, emitted, num_drafted = verdict.path, verdict.emitted, tree.num_drafted
             is_usable = bool(usable[[0, *path]].all())
             if is_usable:

@@ -67,11 +67,22 @@ class BatchBuilder:
         if keep_last:
             self._keep.append(len(self._ids) - 1)
 
+    def add_token(self, table: list[int], token: int, at: int) -> None:
+        """One token, its logits kept: a plain decode step, the most frequent segment of all."""
+        self._keep.append(len(self._ids))
+        self._ids.append(token)
+        self._positions.append(at)
+        self._slots.append(table[at // self._block_size] * self._block_size + at % self._block_size)
+        self._segment.append(len(self._tables))
+        self._tables.append(table)
+        self._leading.append(at + 1)
+        self._own_start.append(len(self._own))
+
     def add_tree(self, table: list[int], tree: Tree, start: int) -> None:
         """A draft tree whose root stands at position `start`; node i uses the slot of position start + i."""
         first = len(self._ids)
         if len(tree) == 1:
-            self._add_root(table, int(tree.tokens[0]), start)
+            self.add_token(table, int(tree.tokens[0]), start)
             return
         self._add(table, tree.tokens.tolist(), (start + tree.depths).tolist(), start)
         # Nodes that stand where a plain step would put them are leading keys, the others follow one by one.
@@ -84,17 +95,6 @@ class BatchBuilder:
             self._own.extend(paths[node][1])
             self._own_start.append(len(self._own))
         self._keep.extend(range(first, len(self._ids)))
-
-    def _add_root(self, table: list[int], token: int, at: int) -> None:
-        """A plain decode step, the most frequent segment of all."""
-        self._keep.append(len(self._ids))
-        self._ids.append(token)
-        self._positions.append(at)
-        self._slots.append(table[at // self._block_size] * self._block_size + at % self._block_size)
-        self._segment.append(len(self._tables))
-        self._tables.append(table)
-        self._leading.append(at + 1)
-        self._own_start.append(len(self._own))
 
     def _add(self, table: list[int], ids: list[int], positions: range | list[int], start: int) -> None:
         size = self._block_size

@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -278,22 +278,28 @@ def pack(tokenizer: Tokenizer, documents: Sequence[Document], length: int, seed:
     )
 
 
-def batches(
-    rows: Rows, num_rows: int, seed: int, place: Callable[[Tensor], Tensor]
-) -> Iterator[tuple[Tensor, Tensor]]:
+def drill(num_rows: int, length: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Endless batches of random tokens that come again: what can be learnt is to copy, and nothing else."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        periods = torch.randint(length // 12, length // 2, (num_rows, 1), generator=generator)
+        tokens = torch.randint(END_ID + 1, VOCAB_SIZE, (num_rows, length), generator=generator)
+        ids = tokens.gather(1, torch.arange(length + 1)[None] % periods)
+        is_new = torch.arange(1, length + 1)[None] < periods
+        yield ids[:, :-1], ids[:, 1:].masked_fill(is_new, NO_LOSS)
+
+
+def batches(rows: Rows, num_rows: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Endless batches; epochs differ in order, never in content. Every fourth has rows of twice the length."""
     generator = torch.Generator().manual_seed(seed)
     length, step = rows.inputs.shape[1], 0
     while True:
         for chosen in torch.split(torch.randperm(len(rows.inputs), generator=generator), num_rows):
-            # Neighbours in the corpus follow each other, so two rows in a row are one of twice the length.
-            if step % 4 == 3 and len(chosen) % 2 == 0:
-                even = chosen[: len(chosen) // 2] // 2 * 2
-                pairs = torch.stack([even, even + 1], 1).flatten() % len(rows.inputs)
-                yield (
-                    place(rows.inputs[pairs].view(-1, 2 * length)),
-                    place(rows.labels[pairs].view(-1, 2 * length)),
-                )
+            if step % 4 == 3 and len(chosen) == num_rows:
+                # Neighbours in the corpus follow each other, so two rows in a row are one of twice the length.
+                first = chosen[: num_rows // 2] // 2 * 2
+                chosen = torch.stack([first, first + 1], 1).flatten() % len(rows.inputs)
+                yield rows.inputs[chosen].view(-1, 2 * length), rows.labels[chosen].view(-1, 2 * length)
             else:
-                yield place(rows.inputs[chosen]), place(rows.labels[chosen])
+                yield rows.inputs[chosen], rows.labels[chosen]
             step += 1

@@ -138,6 +138,27 @@ def test_all_errors_are_told_at_once() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "value",
+    ["[nobody]", "[draft, nobody]", "[draft, draft]", "[]", "draft", "[1]", "[[draft]]", "{draft: 1}", ""],
+)
+def test_sources_that_do_not_exist_or_come_twice_are_named_with_those_that_do(value: str) -> None:
+    """Field, value, and every legal name."""
+    message = error_of(f"speculation.sources={value}")
+
+    assert message.startswith("speculation.sources=") and message.endswith(
+        ": expected a list of one or more of draft, suffix, each once"
+    )
+
+
+@pytest.mark.parametrize("sources", [["draft"], ["suffix"], ["suffix", "draft"], ["draft", "suffix"]])
+def test_sources_keep_the_order_they_are_asked_in(sources: list[str]) -> None:
+    """As a setting and in a file."""
+    setting = f"speculation.sources=[{', '.join(sources)}]"
+
+    assert load_config(None, [setting]).speculation.sources == sources
+
+
 # --- settings, files and presets ------------------------------------------------------------------------
 
 

@@ -100,6 +100,159 @@ def test_a_source_that_pays_is_used_in_every_step_and_found_again() -> None:
     assert simulate(controller, 300, gain=2.0, wait_s=0.2) > 1.8
 
 
+class Traffic:
+    """One stream whose draft is a chain of four sure tokens, right with some chance; a step's time is its controller's."""
+
+    def __init__(self, controller: Controller, seed: int = 0) -> None:
+        self.controller = controller
+        self.num_asked = self.num_nodes = 0
+        self._random = np.random.default_rng(seed)
+
+    def run(self, steps: int, chance: float, *, wait_s: float = 0.05) -> float:
+        """Tokens per second, relative to drafting nothing."""
+        tokens = seconds = 0.0
+        for _ in range(steps):
+            tree, path = None, ()
+            asked = self.controller.should_ask("draft", 1)
+            if asked:
+                self.num_asked += 1
+                raw = Tree.build(1, [2, 3, 4, 5], [-1, 0, 1, 2], scores=[0.9] * 4)
+                (tree,) = self.controller.choose([raw])
+            num = 0 if tree is None else tree.num_drafted
+            self.num_nodes += num
+            if tree is not None:
+                wrong = np.flatnonzero(self._random.random(num) >= chance)
+                path = tuple(range(1, 1 + (int(wrong[0]) if len(wrong) else num)))
+                self.controller.verified(tree, path)
+            if asked:
+                self.controller.asked("draft", wait_s, len(path), 1)
+            tokens += 1 + len(path)
+            seconds += float(self.controller.cost(1 + num)) + (wait_s if asked else 0.0)
+        return tokens / seconds
+
+
+STEEP = StepCost([1, 64], [1.0, 20.0])
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("cost, speed", [(FLAT, 1.8), (STEEP, 1.4)])
+def test_a_draft_that_became_good_unannounced_is_found_within_two_of_the_longest_pauses(
+    cost: StepCost, speed: float, seed: int
+) -> None:
+    """After a thousand steps of nothing right; calibration that says so does not keep it from being tried."""
+    traffic = Traffic(Controller(cost), seed)
+    traffic.run(3000, 0.0)
+    traffic.run(2 * 512 + 20, 0.95)
+
+    assert traffic.run(200, 0.95) > speed
+
+
+def test_nodes_that_looked_bad_are_tried_again_though_their_source_is_never_paused() -> None:
+    """Third and fourth tokens that begin to be right are verified again, without trial or notice."""
+    controller = Controller(STEEP)
+    raw = Tree.build(1, [2, 3, 4, 5], [-1, 0, 1, 2], scores=[0.9] * 4)
+
+    def run(steps: int, num_right: int) -> int:
+        """Nodes verified in the last step."""
+        num = 0
+        for _ in range(steps):
+            (tree,) = controller.choose([raw])
+            num = 0 if tree is None else tree.num_drafted
+            if tree is not None:
+                controller.verified(tree, tuple(range(1, 1 + min(num, num_right))))
+        return num
+
+    assert run(500, 4) == 4
+    assert run(2000, 2) == 2
+    assert run(2000, 4) == 4
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_draft_whose_weights_changed_is_used_at_once(seed: int) -> None:
+    """Being told of it replaces the wait: nothing that was learnt of the old one counts."""
+    traffic = Traffic(Controller(FLAT), seed)
+    traffic.run(3000, 0.0)
+    traffic.controller.reset("draft", SOURCE_DRAFT)
+
+    assert traffic.run(30, 0.95) > 1.8
+
+
+def test_a_reset_concerns_one_source() -> None:
+    """What is known of the others stays."""
+    controller = Controller(FLAT)
+    draft = Tree.build(1, [2], [-1], SOURCE_DRAFT, [0.9])
+    copied = Tree.build(1, [2], [-1], SOURCE_SUFFIX, [0.9])
+    for _ in range(200):
+        controller.verified(draft, ())
+        controller.verified(copied, ())
+    controller.reset("draft", SOURCE_DRAFT)
+
+    assert controller._calibration.calibrated(draft).scores[1] == pytest.approx(0.9)
+    assert controller._calibration.calibrated(copied).scores[1] < 0.1
+    assert set(controller.calibration_errors()) == {"suffix"}
+
+
+def test_a_draft_that_is_never_right_costs_three_percent_at_most() -> None:
+    """Trials included, in which its claims are believed and verified."""
+    traffic = Traffic(Controller(FLAT))
+    traffic.run(300, 0.0)
+    traffic.num_asked = 0
+
+    assert traffic.run(3000, 0.0) >= 0.97
+    assert traffic.num_asked <= 20
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.05])
+def test_nothing_is_drafted_where_every_row_costs_a_step(wait_s: float) -> None:
+    """T(n) = n: a node cannot bring more than it costs, and the source is soon left alone."""
+    controller = Controller(StepCost([1, 64], [1.0, 64.0]))
+    traffic = Traffic(controller)
+    traffic.run(2000, 1.0, wait_s=wait_s)
+
+    assert traffic.num_nodes == 0
+    assert traffic.num_asked < 100
+
+
+def test_a_trial_counts_the_step_in_which_the_source_had_caught_up() -> None:
+    """The first step after a pause is spent on telling it what it missed."""
+    controller = Controller(FLAT)
+    simulate(controller, 3000, gain=0.0, wait_s=2.0)
+    while not controller.should_ask("draft", 1):
+        pass
+    controller.asked("draft", 50.0, 0.0, 1)
+    assert controller.should_ask("draft", 1)
+    controller.asked("draft", 0.2, 4.0, 1)
+
+    assert all(controller.should_ask("draft", 1) for _ in range(2))
+
+
+def test_streams_that_want_no_drafts_count_among_those_that_wait() -> None:
+    """A wait that pays for one stream does not pay if seven others share it."""
+    alone, crowded = Controller(FLAT), Controller(FLAT)
+    for controller, others in ((alone, 0), (crowded, 7)):
+        for _ in range(100):
+            controller.should_ask("draft", 1, others)
+            controller.asked("draft", 0.6, 1.0, 1, others)
+
+    assert all(alone.should_ask("draft", 1) for _ in range(50))
+    assert sum(crowded.should_ask("draft", 1, 7) for _ in range(50)) < 25
+
+
+def test_calibration_error_is_the_distance_of_what_was_said_from_what_held() -> None:
+    """Large while scores are believed that do not hold, small once they are known."""
+    calibration = Calibration()
+    generator = np.random.default_rng(0)
+    tree = Tree.build(1, [2], [-1], scores=[0.9])
+    for _ in range(8):
+        calibration.observe(tree, ())
+    assert calibration.errors()["draft"] > 0.4
+    for _ in range(3000):
+        calibration.observe(tree, (1,) if generator.random() < 0.5 else ())
+
+    assert calibration.errors()["draft"] < 0.1
+    assert set(calibration.errors()) == {"draft"}
+
+
 @given(st.integers(0, 10_000), st.integers(1, 4))
 @settings(max_examples=100, deadline=None)
 def test_fusing_keeps_every_path_once_with_its_best_score(seed: int, num: int) -> None:

@@ -122,3 +122,32 @@ def test_label_values_with_quotes_newlines_and_backslashes_survive() -> None:
 
     (sample,) = [s for s in merged["paceline_kv_handoffs_dropped"].samples if s.name.endswith("_total")]
     assert sample.labels == {"reason": odd, "role": "decode", "worker": odd}
+
+
+def test_figures_by_source_keep_their_source_beside_the_worker() -> None:
+    """Two workers' counts of two sources stay four series: they can be summed either way."""
+    texts = {}
+    for worker, num in (("decode-a", 1), ("decode-b", 2)):
+        metrics = Metrics()
+        metrics.drafted.labels("draft").inc(10 * num)
+        metrics.drafted.labels("suffix").inc(num)
+        metrics.calibration_error.labels("draft").set(0.25 * num)
+        metrics.step_nodes.observe(3 * num)
+        texts[("decode", worker)] = metrics.text()
+    merged = families(merge(texts))
+
+    found = {
+        (s.labels["worker"], s.labels["source"]): s.value
+        for s in merged["paceline_drafted_tokens"].samples
+        if s.name.endswith("_total")
+    }
+    assert found == {
+        ("decode-a", "draft"): 10,
+        ("decode-a", "suffix"): 1,
+        ("decode-b", "draft"): 20,
+        ("decode-b", "suffix"): 2,
+    }
+    errors = {s.labels["worker"]: s.value for s in merged["paceline_draft_calibration_error"].samples}
+    assert errors == {"decode-a": 0.25, "decode-b": 0.5}
+    nodes = [s for s in merged["paceline_step_draft_nodes"].samples if s.labels.get("le") == "4.0"]
+    assert {s.labels["worker"]: s.value for s in nodes} == {"decode-a": 1, "decode-b": 0}

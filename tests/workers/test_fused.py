@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cluster.controller import Controller, StepCost
+from paceline.cluster.metrics import Metrics
 from paceline.cluster.scheduler import Stream
 from paceline.cluster.speculation import Tree
 from paceline.cluster.types import Request, Sampling
@@ -95,3 +96,160 @@ def test_step_costs_are_measured(model_folder: Callable[[str], Path]) -> None:
 
     assert cost.rows.tolist() == [1, 2, 4, 8, 16, 32, 64]
     assert (cost.seconds[1:] >= cost.seconds[:-1]).all() and cost.seconds[0] > 0
+
+
+# --- under a controller ---------------------------------------------------------------------------------
+
+
+class Chain(Drafter):
+    """Knows the text, and is right about it or not; counts what is asked of it."""
+
+    name = "draft"
+
+    def __init__(self, texts: dict[str, list[int]]) -> None:
+        self._texts = texts
+        self.is_right = True
+        self.num_asked = 0
+        self.asked_for: set[str] = set()
+        self.named = "v1"
+
+    @property
+    def weights(self) -> str:
+        return self.named
+
+    def open(self, stream: Stream) -> None:
+        self.asked_for.add(stream.request.id)
+
+    def observe(self, streams: Sequence[Stream]) -> None:
+        self.asked_for.update(stream.request.id for stream in streams)
+
+    def propose(self, streams: Sequence[Stream]) -> list[Tree | None]:
+        self.num_asked += 1
+        self.asked_for.update(stream.request.id for stream in streams)
+        return [self._tree(stream) for stream in streams]
+
+    def _tree(self, stream: Stream) -> Tree | None:
+        future = self._texts[stream.request.id][stream.num_output : stream.num_output + 4]
+        tokens = future if self.is_right else [(token + 1) % 200 for token in future]
+        return Tree.build(
+            int(stream.token_ids[-1]), tokens, list(range(-1, len(tokens) - 1)), scores=[0.9] * len(tokens)
+        )
+
+
+class Watched(Controller):
+    """Counts how often it is asked to choose."""
+
+    num_choices = 0
+
+    def choose(self, trees: Sequence[Tree | None], num_others: int = 0) -> list[Tree | None]:
+        self.num_choices += 1
+        return super().choose(trees, num_others)
+
+
+@pytest.fixture
+def long_run(model_folder: Callable[[str], Path]) -> Callable[..., tuple[Engine, Chain, Watched, Request]]:
+    """Step cost -> an engine with one stream of 220 tokens, its chain and its controller; no clock runs."""
+
+    def build(cost: StepCost) -> tuple[Engine, Chain, Watched, Request]:
+        runner, _ = load_runner(model_folder("llama"), kv_memory_mb=8, block_size=8)
+        request = Request("long", tuple(range(3, 20)), Sampling(seed=1, temperature=1.0), 220)
+        chain = Chain(Engine(runner, token_budget=256, max_streams=8).run([request]))
+        cost.observe = lambda rows, seconds: None  # type: ignore[method-assign]
+        controller = Watched(cost)
+        ticks = iter(range(10**9))
+        drafter = FusedDrafter([chain], controller, clock=lambda: next(ticks) * 0.05)
+        return Engine(runner, token_budget=256, max_streams=8, drafter=drafter), chain, controller, request
+
+    return build
+
+
+def figure(engine: Engine, name: str, source: str = "draft") -> float:
+    return float(getattr(engine._metrics, name).labels(source)._value.get())
+
+
+def test_a_step_whose_sources_are_all_paused_proposes_nothing(
+    long_run: Callable[..., tuple[Engine, Chain, Watched, Request]],
+) -> None:
+    """Nobody is asked or told anything, no tree is built, and nothing is there to choose from."""
+    engine, chain, controller, request = long_run(StepCost([1, 64], [1.0, 1.5]))
+    chain.is_right = False
+    engine.add(request)
+    paused = 0
+    for _ in range(150):
+        asked, choices = chain.num_asked, controller.num_choices
+        chain.asked_for.clear()
+        (emission,) = engine.step().emissions
+        if chain.num_asked == asked:
+            paused += 1
+            assert controller.num_choices == choices and emission.num_drafted == 0
+            assert len(emission.tokens) == 1
+    assert paused > 100
+
+
+def test_a_request_without_speculation_never_reaches_a_drafter(
+    long_run: Callable[..., tuple[Engine, Chain, Watched, Request]],
+) -> None:
+    """Not opened, not told, not asked; its neighbour is, and alone it leaves the drafter in peace."""
+    engine, chain, _, request = long_run(StepCost([1, 64], [1.0, 1.5]))
+    plain = Request("plain", request.prompt_ids, request.sampling, 30, speculate=False)
+    expected = chain._texts["long"]
+
+    assert engine.run([plain]) == {"plain": expected[:30]}
+    assert (chain.num_asked, chain.asked_for) == (0, set())
+    assert engine.run([request, plain]) == {"long": expected, "plain": expected[:30]}
+    assert chain.num_asked > 0 and chain.asked_for == {"long"}
+
+
+def test_no_node_is_verified_where_every_row_costs_a_step(
+    long_run: Callable[..., tuple[Engine, Chain, Watched, Request]],
+) -> None:
+    """T(n) = n: even right proposals do not pay, and the drafter is asked ever less."""
+    engine, chain, _, request = long_run(StepCost([1, 64], [1.0, 64.0]))
+
+    assert engine.run([request]) == chain._texts
+    assert figure(engine, "verified") == 0
+    assert 1 <= chain.num_asked < 40
+
+
+def test_new_weights_are_tried_at_once(
+    long_run: Callable[..., tuple[Engine, Chain, Watched, Request]],
+) -> None:
+    """A draft that was paused for being wrong is asked in the step after its weights changed."""
+    engine, chain, _, request = long_run(StepCost([1, 64], [1.0, 1.5]))
+    chain.is_right = False
+    engine.add(request)
+    for _ in range(120):
+        engine.step()
+    chain.is_right, chain.named, asked = True, "v2", chain.num_asked
+    accepted = [len(engine.step().emissions[0].tokens) - 1 for _ in range(10)]
+
+    assert chain.num_asked >= asked + 9
+    assert sum(accepted) >= 25
+
+
+def test_figures_of_a_run_add_up_by_source(model_folder: Callable[[str], Path]) -> None:
+    """Drafted >= verified = accepted + wasted, for each source; every step's nodes are in the histogram."""
+    runner, _ = load_runner(model_folder("llama"), kv_memory_mb=8, block_size=8)
+    chain = Chain(Engine(runner, token_budget=256, max_streams=8).run(REQUESTS))
+    metrics = Metrics()
+    controller = Controller(StepCost([1, 64], [1.0, 1.5]))
+    fused = FusedDrafter([SuffixDrafter(), chain], controller, metrics=metrics)
+    engine = Engine(runner, token_budget=256, max_streams=8, drafter=fused, metrics=metrics)
+    num_nodes, steps = 0, 0
+    for request in REQUESTS:
+        engine.add(request)
+    while len(engine.scheduler):
+        result = engine.step()
+        num_nodes += sum(emission.num_drafted for emission in result.emissions)
+        steps += bool(result.outcomes)
+
+    verified = {source: figure(engine, "verified", source) for source in ("draft", "suffix")}
+    assert sum(verified.values()) == num_nodes > 0
+    for source, num in verified.items():
+        assert figure(engine, "drafted", source) >= num
+        assert figure(engine, "accepted", source) + figure(engine, "wasted", source) == num
+        assert figure(engine, "draft_seconds", source) > 0
+    assert figure(engine, "accepted") > 0 and figure(engine, "accepted", "target") == 0
+    assert metrics.step_nodes._sum.get() == num_nodes
+    assert f"paceline_step_draft_nodes_count {float(steps)}" in metrics.text().decode()
+    assert controller.calibration_errors().keys() >= {"draft"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -98,3 +99,19 @@ def test_a_stream_that_a_draft_worker_cannot_hold_is_given_up(
 
     assert [len(ask.opens) for ask in wire.sent] == [1, 1, 1]
     assert len(wire.sent[-1].opens[0].token_ids) == 5
+
+
+def test_weights_are_those_of_the_draft_workers_in_the_directory(
+    ready: tuple[RemoteDrafter, Wire, Stream],
+) -> None:
+    """A new version is noticed although nobody asks; that all are gone for a moment is none."""
+    drafter, _, stream = ready
+    seen = []
+    for versions in (["v1"], ["v1", "v1"], [], ["v1", "v2"], ["v2", "v2"]):
+        workers = [
+            msgspec.structs.replace(WORKER, incarnation=9 + i, version=v) for i, v in enumerate(versions)
+        ]
+        drafter.reroute([stream], workers)
+        seen.append(drafter.weights)
+
+    assert seen == ["v1", "v1", "v1", "v1,v2", "v2"]

@@ -1,13 +1,20 @@
-"""Streams that are caught up -> draft trees: what the engine asks of every source of proposals."""
+"""Streams that are caught up -> draft trees: what the engine asks of every source of proposals, found by its name."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+import pkgutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from paceline.cluster.config import SpeculationConfig
+from paceline.cluster.metrics import Metrics
 from paceline.cluster.scheduler import Stream
 from paceline.cluster.speculation import Tree
-from paceline.cluster.types import SOURCE_DRAFT
+from paceline.cluster.types import SOURCE_DRAFT, WorkerInfo
+from paceline.workers import drafters
+from paceline.workers.draft import DraftEngine
+from paceline.workers.model_runner import ModelRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +29,18 @@ class Outcome:
 class Drafter:
     """A source of proposals. It may be wrong, late or silent; the text never depends on it.
 
-    A new drafter is one file: `propose` and whatever of the rest it needs.
+    A new drafter is one file: `propose` and whatever of the rest it needs, registered under a name that is added to
+    SOURCE_NAMES; `speculation.sources` asks for it by that name. What it keeps of a stream it keeps by `stream.key`.
     """
 
     name: str
     source: int = SOURCE_DRAFT
     """SOURCE_* of its nodes."""
+
+    @property
+    def weights(self) -> str:
+        """Version of what it drafts with now. When that changes, what was learnt of it no longer counts."""
+        return ""
 
     def open(self, stream: Stream) -> None:
         """A stream that wants drafts was admitted. Its tokens are known, its KV may not be there yet."""
@@ -48,3 +61,53 @@ class Drafter:
     def version(self, stream: Stream) -> str:
         """Version of the weights that last drafted for the stream; empty if none did."""
         return ""
+
+
+# --- by name --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a drafter may need of the engine that it is made for."""
+
+    target: ModelRunner
+    speculation: SpeculationConfig
+    metrics: Metrics
+    connect: Callable[[WorkerInfo], None] | None = None
+    """Opens a connection to a draft worker; None where there are none."""
+    draft: DraftEngine | None = None
+    """A draft model in this process: then nobody else is asked."""
+
+
+Factory = Callable[[Context], Drafter]
+_FACTORIES: dict[str, Factory] = {}
+
+
+def register(name: str) -> Callable[[Factory], Factory]:
+    """Decorates what makes a drafter: a function of the context, or a class whose `__init__` takes one."""
+
+    def keep(factory: Factory) -> Factory:
+        assert name not in _FACTORIES, f"two drafters are registered as {name!r}"
+        _FACTORIES[name] = factory
+        return factory
+
+    return keep
+
+
+def names() -> list[str]:
+    """Of all drafters: those of this folder's files, and what else was registered."""
+    for module in pkgutil.iter_modules(drafters.__path__, f"{drafters.__name__}."):
+        importlib.import_module(module.name)
+    return sorted(_FACTORIES)
+
+
+def make(name: str, context: Context) -> Drafter:
+    """A fresh drafter of this name for one engine.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    known = names()
+    if name not in known:
+        raise ValueError(f"drafter {name!r}: expected one of {', '.join(known)}")
+    return _FACTORIES[name](context)

@@ -51,6 +51,10 @@ class ColocatedDrafter(Drafter):
             self._engine.close(stream.key)
         self._versions.pop(stream.key, None)
 
+    @property
+    def weights(self) -> str:
+        return self._engine.runner.version
+
     def version(self, stream: Stream) -> str:
         return self._versions.get(stream.key, "")
 

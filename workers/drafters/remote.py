@@ -16,7 +16,8 @@ from paceline.cluster.scheduler import Stream
 from paceline.cluster.speculation import DraftPatience, Tree, is_tree, prefix_hash
 from paceline.cluster.types import DraftAdvance, DraftAsk, DraftOpen, Drafts, DraftTree, Message, WorkerInfo
 from paceline.cluster.wire import Peer
-from paceline.workers.drafters.base import Drafter
+from paceline.workers.drafters.base import Context, Drafter, register
+from paceline.workers.drafters.colocated import ColocatedDrafter
 
 _MAX_NODES = 256
 _MAX_REOPENED = 3
@@ -49,7 +50,7 @@ class _Drafting:
 class RemoteDrafter(Drafter):
     """All methods on the engine thread, except `deliver`."""
 
-    name = "remote"
+    name = "draft"
 
     def __init__(
         self,
@@ -69,12 +70,17 @@ class RemoteDrafter(Drafter):
         self._unknown: set[str] = set()
         self._arrived: dict[int, list[tuple[int, float, str]]] = {}
         self._changed = threading.Condition()
+        self._weights = ""
 
     # -- who drafts --------------------------------------------------------------------------------------
 
     def route(self, key: str, worker: WorkerInfo) -> None:
         """The stream with this key, about to be opened, drafts at this worker and stays there."""
         self._routes[key] = worker
+
+    def unroute(self, key: str) -> None:
+        """The stream with this key will not be opened after all."""
+        self._routes.pop(key, None)
 
     def connected(self, worker: WorkerInfo, peer: Peer) -> None:
         """The connection asked for by `connect` is up."""
@@ -90,7 +96,9 @@ class RemoteDrafter(Drafter):
             self._streams = {k: d for k, d in self._streams.items() if d.source is not source}
 
     def reroute(self, streams: Iterable[Stream], workers: Sequence[WorkerInfo]) -> None:
-        """Give streams without a draft worker one of these."""
+        """These draft now: give streams without a draft worker one of them."""
+        if workers:  # none for a moment is no new draft
+            self._weights = ",".join(sorted({worker.version for worker in workers}))
         for index, stream in enumerate(
             s for s in streams if s.request.speculate and s.key not in self._streams
         ):
@@ -100,6 +108,10 @@ class RemoteDrafter(Drafter):
             self.open(stream)
 
     # -- Drafter -----------------------------------------------------------------------------------------
+
+    @property
+    def weights(self) -> str:
+        return self._weights
 
     def open(self, stream: Stream) -> None:
         worker = self._routes.pop(stream.key, None)
@@ -271,3 +283,15 @@ class RemoteDrafter(Drafter):
         drafting.num_unknown = 0
         root = int(stream.buffer[stream.num_tokens - 1])
         return Tree.build(root, reply.tokens, reply.parents, scores=reply.scores) if reply.tokens else None
+
+
+@register("draft")
+def _make(context: Context) -> Drafter:
+    """A draft model: the one in this process, or those of the draft workers."""
+    speculation, vocab_size = context.speculation, context.target.vocab_size
+    if context.draft is not None:
+        return ColocatedDrafter(
+            context.draft, vocab_size=vocab_size, depth=speculation.depth, width=speculation.width
+        )
+    assert context.connect is not None, "neither a draft model here nor a way to reach draft workers"
+    return RemoteDrafter(speculation, context.metrics, vocab_size, context.connect)

@@ -32,7 +32,7 @@ import numpy.typing as npt
 from paceline.cluster.scheduler import Stream
 from paceline.cluster.speculation import Tree
 from paceline.cluster.types import SOURCE_SUFFIX
-from paceline.workers.drafters.base import Drafter
+from paceline.workers.drafters.base import Context, Drafter, register
 
 IntArray = npt.NDArray[np.int32]
 
@@ -520,3 +520,9 @@ class SuffixDrafter(Drafter):
         draft = _Draft.copied(sources, self._max_nodes)
         draft = draft.spine_first()
         return Tree.build(text[at], draft.tokens, draft.parents, SOURCE_SUFFIX, draft.scores)
+
+
+@register("suffix")
+def _make(context: Context) -> Drafter:
+    # No store of finished answers: nothing of a request may outlive it unless its tenant agreed to that.
+    return SuffixDrafter(max_store_tokens=0)

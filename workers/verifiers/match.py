@@ -7,20 +7,11 @@ says how many of those tokens one forward yields. Source: Gumbel-coupled, drafte
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
 from paceline.cluster.speculation import Tree
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """path: accepted local nodes, root left out. emitted: the token decided at the path's end."""
-
-    path: tuple[int, ...]
-    emitted: int
+from paceline.workers.verifiers.base import Verdict
 
 
 def match(tree: Tree, decided: npt.NDArray[np.int64]) -> Verdict:
@@ -44,3 +35,12 @@ def match(tree: Tree, decided: npt.NDArray[np.int64]) -> Verdict:
             return Verdict(tuple(path), int(decided[at]))
         at = int(children[0])
         path.append(at)
+
+
+class Match:
+    """`match` as the engine asks for it."""
+
+    name = "match"
+
+    def verify(self, tree: Tree, decided: npt.NDArray[np.int64]) -> Verdict:
+        return match(tree, decided)
