@@ -116,19 +116,21 @@ class SpeculationConfig(Section):
 
     enabled: bool = True
     """Whether anything is drafted at all."""
-    depth: Annotated[int, Field(ge=1, le=16)] = 4
-    """Draft tokens in a row."""
+    depth: Annotated[int, Field(ge=1, le=16)] = 8
+    """Draft tokens in a row, at most."""
+    floor: Annotated[float, Field(ge=0, le=1)] = 0.3
+    """A draft model stops where the chance that its whole chain is accepted falls below this: deep where the text is
+    plain, shallow where it is not. 0 always goes to `depth`."""
     width: Annotated[int, Field(ge=1, le=8)] = 2
     """Alternatives at each node of the spine; they cost the draft nothing and the target one row each."""
     max_wait_ms: Annotated[float, Field(ge=0, le=1000)] = 50.0
     """Upper bound on waiting for a remote draft in one step. The wait follows the measured round trip; a draft
     worker that misses is not waited for again until it answers in time."""
 
-    sources: list[str] = ["draft"]
-    """Who proposes, in the order in which they are asked. draft: the draft workers. suffix: copies from the stream's
-    own past, prompt and answer; list it first, it works while a draft worker does. Best with control=measured, which
-    leaves out what does not pay."""
-    control: Literal["fixed", "measured"] = "fixed"
+    sources: list[str] = ["suffix", "draft"]
+    """Who proposes, in the order in which they are asked. suffix: copies from the stream's own past, prompt and answer,
+    found while the draft worker works. draft: the draft workers."""
+    control: Literal["fixed", "measured"] = "measured"
     """fixed: ask for and verify `depth` x `width` in every step. measured: step times are measured at start, and each
     step asks whom and verifies what pays, nothing included."""
 

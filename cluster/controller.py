@@ -26,6 +26,7 @@ from paceline.cluster.speculation import Tree
 from paceline.cluster.types import SOURCE_NAMES
 
 FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
 
 
 class StepCost:
@@ -53,23 +54,74 @@ class StepCost:
         self._scale += 0.05 * (min(max(ratio, 0.2), 5.0) - self._scale)
 
 
+_EDGES = np.asarray([0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95])
+"""Between the buckets of scores."""
+_RANKS, _DEPTHS = 3, 3
+"""Nodes are told apart by rank among their siblings and by depth, so far."""
+_CELLS = _RANKS * _DEPTHS * (len(_EDGES) + 1)
+"""Of one source."""
+
+
+class Forest:
+    """The trees of one step, their nodes one after the other: M nodes, B trees. All streams in one pass of numpy.
+
+    first: the root of each tree. parents: int64 [M], absolute, a root's is itself. is_root: bool [M].
+    cells: int64 [M], (source, rank, depth, bucket of the score) as one number.
+    """
+
+    def __init__(self, trees: Sequence[Tree]) -> None:
+        sizes = [len(tree) for tree in trees]
+        ends = np.cumsum(sizes)
+        self.first: list[int] = [0, *ends[:-1].tolist()]
+        first = np.repeat(self.first, sizes)
+        local = np.concatenate([tree.parents for tree in trees]).astype(np.int64)
+        self.is_root = local < 0
+        self.parents = np.maximum(local, 0) + first
+        self.depths = np.concatenate([tree.depths for tree in trees]).astype(np.int64)
+        self.scores = np.concatenate([tree.scores for tree in trees])
+        sources = np.concatenate([tree.sources for tree in trees]).astype(np.int64)
+        buckets = np.searchsorted(_EDGES, self.scores)
+        places = np.minimum(self._ranks(), _RANKS - 1) * _DEPTHS + np.clip(self.depths - 1, 0, _DEPTHS - 1)
+        self.cells: IntArray = sources * _CELLS + places * (len(_EDGES) + 1) + buckets
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    def _ranks(self) -> IntArray:
+        """How many siblings stand before each node."""
+        keys = np.where(self.is_root, -1, self.parents)
+        order = np.argsort(keys, kind="stable")
+        grouped = keys[order]
+        starts = np.flatnonzero(np.concatenate([[True], grouped[1:] != grouped[:-1]]))
+        ranks = np.empty(len(keys), np.int64)
+        ranks[order] = np.arange(len(keys)) - np.repeat(starts, np.diff([*starts, len(keys)]))
+        return ranks
+
+    def products(self, scores: FloatArray) -> FloatArray:
+        """float64 [M]: product of the scores from each tree's root down to the node; 0 at roots, which are certain."""
+        products = np.where(self.is_root, 1.0, scores)
+        for depth in range(2, int(self.depths.max()) + 1):
+            nodes = np.flatnonzero(self.depths == depth)
+            products[nodes] *= products[self.parents[nodes]]
+        return np.where(self.is_root, 0.0, products)
+
+
 class Calibration:
     """A source's scores -> how often nodes with such a score were accepted, given that their parent was.
 
     Counters by (source, rank, depth, score bucket), decayed, with the score itself as a prior worth 8 trials.
     """
 
-    _EDGES = np.asarray([0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95])
     _PRIOR = 8.0
     _DECAY = 0.995
     _FADE = 0.999
     """Of all cells in a step that drafts: one that looks too bad to be tried is tried again some thousand steps on."""
 
     def __init__(self) -> None:
-        shape = (len(SOURCE_NAMES), 3, 3, len(self._EDGES) + 1)
+        shape = (len(SOURCE_NAMES), _RANKS, _DEPTHS, len(_EDGES) + 1)
         self._tries = np.zeros(shape)
         self._hits = np.zeros(shape)
-        self._reliability = np.zeros((3, len(SOURCE_NAMES), len(self._EDGES) + 1))
+        self._reliability = np.zeros((3, len(SOURCE_NAMES), len(_EDGES) + 1))
         """By (source, bucket of the calibrated score): trials, sum of the scores, hits; decayed."""
 
     def errors(self) -> dict[str, float]:
@@ -83,49 +135,42 @@ class Calibration:
         for counters in (self._tries, self._hits, *self._reliability):
             counters[source] = 0.0
 
-    def _keys(self, tree: Tree) -> tuple[npt.NDArray[np.int64], ...]:
-        return (
-            tree.sources[1:].astype(np.int64),
-            np.minimum(tree.sibling_ranks()[1:], 2).astype(np.int64),
-            np.minimum(tree.depths[1:] - 1, 2).astype(np.int64),
-            np.searchsorted(self._EDGES, tree.scores[1:]).astype(np.int64),
-        )
+    def estimate(self, forest: Forest) -> FloatArray:
+        """float64 [M]: calibrated scores of all nodes."""
+        return self._estimate(forest.cells, forest.scores)
 
-    def calibrated(self, tree: Tree) -> Tree:
-        """The same tree with calibrated scores."""
-        scores = tree.scores.copy()
-        scores[1:] = self._estimate(self._keys(tree), scores[1:])
-        return Tree(tree.tokens, tree.parents, tree.depths, tree.sources, scores)
-
-    def _estimate(
-        self, keys: tuple[npt.NDArray[np.int64], ...], raw: npt.NDArray[np.float32]
-    ) -> npt.NDArray[np.float64]:
-        estimate = (self._hits[keys] + self._PRIOR * raw) / (self._tries[keys] + self._PRIOR)
-        return np.asarray(estimate)
+    def _estimate(self, cells: IntArray, raw: npt.NDArray[np.float32]) -> FloatArray:
+        hits, tries = self._hits.reshape(-1)[cells], self._tries.reshape(-1)[cells]
+        return np.asarray((hits + self._PRIOR * raw) / (tries + self._PRIOR))
 
     def fade(self) -> None:
         """A step went by in which something was proposed."""
         self._tries *= self._FADE
         self._hits *= self._FADE
 
-    def observe(self, raw: Tree, path: Sequence[int]) -> None:
-        """What was verified. Only nodes whose parent was accepted are trials; counting others would bias."""
-        accepted = np.zeros(len(raw), np.bool_)
-        accepted[[0, *path]] = True
-        trial = accepted[raw.parents[1:]]
+    def observe(self, forest: Forest, paths: Sequence[Sequence[int]]) -> None:
+        """What was verified of each tree. Only nodes whose parent was accepted are trials; counting others would bias."""
+        accepted = np.zeros(len(forest), np.bool_)
+        for first, path in zip(forest.first, paths, strict=True):
+            accepted[first] = True
+            for node in path:
+                accepted[first + node] = True
+        trial = accepted[forest.parents] & ~forest.is_root
         if not trial.any():
             return
-        keys = tuple(key[trial] for key in self._keys(raw))
-        hits = accepted[1:][trial].astype(np.float64)
-        predicted = self._estimate(keys, raw.scores[1:][trial])
-        cells = (keys[0], np.searchsorted(self._EDGES, predicted))
-        for counters, values in zip(self._reliability, (np.ones(len(hits)), predicted, hits), strict=True):
-            counters[cells] *= self._DECAY
-            np.add.at(counters, cells, values)
-        self._tries[keys] *= self._DECAY
-        self._hits[keys] *= self._DECAY
-        np.add.at(self._tries, keys, 1.0)
-        np.add.at(self._hits, keys, hits)
+        cells, hits = forest.cells[trial], accepted[trial].astype(np.float64)
+        predicted = self._estimate(cells, forest.scores[trial])
+        buckets = cells // _CELLS * (len(_EDGES) + 1) + np.searchsorted(_EDGES, predicted)
+        for counters, values in zip(self._reliability, (1.0, predicted, hits), strict=True):
+            _add(counters.reshape(-1), buckets, values, self._DECAY)
+        _add(self._tries.reshape(-1), cells, 1.0, self._DECAY)
+        _add(self._hits.reshape(-1), cells, hits, self._DECAY)
+
+
+def _add(counters: FloatArray, cells: IntArray, values: FloatArray | float, decay: float) -> None:
+    """Decay the cells that are counted, each once, then count."""
+    counters[cells] *= decay
+    np.add.at(counters, cells, values)
 
 
 _FIRST_PAUSE = 8
@@ -213,32 +258,35 @@ class Controller:
 
         `trees` has one entry for each stream that is caught up and wants drafts, `num_others` are those that do not.
         """
-        is_trial = any(gate.trial for gate in self._gates.values())
-        calibrated = [
-            tree if tree is None or is_trial else self._calibration.calibrated(tree) for tree in trees
-        ]
-        products = [np.empty(0, np.float32) if t is None else t.path_products()[1:] for t in calibrated]
-        owner = np.repeat(np.arange(len(trees)), [len(p) for p in products])
-        flat = np.concatenate(products) if products else np.empty(0, np.float32)
-        if len(flat) == 0:
+        present = [tree for tree in trees if tree is not None]
+        if not present:
             return [None] * len(trees)
+        forest = Forest(present)
+        is_trial = any(gate.trial for gate in self._gates.values())
+        scores = np.asarray(forest.scores, np.float64) if is_trial else self._calibration.estimate(forest)
+        products = forest.products(scores)
         self._calibration.fade()
-        order = np.argsort(-flat, kind="stable")[: self._max_nodes]
-        gains = np.concatenate([[0.0], np.cumsum(flat[order], dtype=np.float64)])
+        order = np.argsort(-products, kind="stable")[: min(self._max_nodes, len(forest) - len(present))]
+        gains = np.concatenate([[0.0], np.cumsum(products[order])])
         plain = len(trees) + num_others
         best = int(np.argmax((plain + gains) / self.cost(plain + np.arange(len(gains)))))
-        taken = order[:best]
-        offsets = np.concatenate([[0], np.cumsum([len(p) for p in products])])
+        keep = forest.is_root.copy()
+        keep[order[:best]] = True
         chosen: list[Tree | None] = []
-        for stream, tree in enumerate(trees):  # with the source's own scores: they are what is calibrated
-            nodes = np.sort(taken[owner[taken] == stream] - offsets[stream]) + 1
-            keep = np.concatenate([[0], nodes]).astype(np.intp)
-            chosen.append(tree.select(keep) if tree is not None and len(nodes) else None)
+        firsts = iter(forest.first)
+        for tree in trees:  # with the source's own scores: they are what is calibrated
+            if tree is None:
+                chosen.append(None)
+                continue
+            first = next(firsts)
+            nodes = np.flatnonzero(keep[first : first + len(tree)])
+            chosen.append(tree.select(nodes) if len(nodes) > 1 else None)
         return chosen
 
-    def verified(self, tree: Tree, path: Sequence[int]) -> None:
-        """A chosen tree's accepted nodes."""
-        self._calibration.observe(tree, path)
+    def verified(self, trees: Sequence[Tree], paths: Sequence[Sequence[int]]) -> None:
+        """Chosen trees and the accepted nodes of each."""
+        if trees:
+            self._calibration.observe(Forest(trees), paths)
 
     def calibration_errors(self) -> dict[str, float]:
         """Source -> how far its calibrated scores were from the truth lately, 0 to 1."""

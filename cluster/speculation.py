@@ -96,15 +96,6 @@ class Tree:
             products[node] *= products[self.parents[node]]
         return products
 
-    def sibling_ranks(self) -> npt.NDArray[np.int32]:
-        """int32 [N]: how many siblings stand before each node."""
-        ranks = np.zeros(len(self.tokens), np.int32)
-        seen: dict[int, int] = {}
-        for node, parent in enumerate(self.parents.tolist()):
-            ranks[node] = seen.get(parent, 0)
-            seen[parent] = ranks[node] + 1
-        return ranks
-
     def ancestor_mask(self) -> npt.NDArray[np.bool_]:
         """bool [N, N]: row i may attend to column j (j is i or an ancestor of i)."""
         num = len(self.tokens)

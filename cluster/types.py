@@ -360,6 +360,8 @@ class DraftAsk(Struct, frozen=True):
     closes: tuple[str, ...]
     depth: int
     width: int
+    floor: float = 0.0
+    """A chain ends where the chance that all of it is accepted falls below this."""
 
 
 class DraftTree(Struct, frozen=True):

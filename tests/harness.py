@@ -114,12 +114,20 @@ class Harness:
         return tokens, report
 
 
+ALWAYS_DRAFTED = (
+    "speculation.sources=[draft]",
+    "speculation.control=fixed",
+    "speculation.depth=4",
+    "speculation.floor=0",
+)
+"""A draft worker is asked in every step, whether it pays or not: what happens then is what these tests are about."""
+
+
 @asynccontextmanager
 async def cluster(folder: Path, *settings: str) -> AsyncIterator[Harness]:
     """A router and a gateway; add workers yourself. All pools must be empty at the end."""
-    config = load_config(
-        None, [f"model.target={folder / 'target'}", f"model.draft={folder / 'draft'}", *settings]
-    )
+    models = [f"model.target={folder / 'target'}", f"model.draft={folder / 'draft'}"]
+    config = load_config(None, [*models, *ALWAYS_DRAFTED, *settings])
     secrets = Secrets.create()
     router = Router(config, wire.Identity("router-0", new_incarnation()))
     address = await router.start(secrets.link)

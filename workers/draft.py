@@ -64,6 +64,10 @@ class DraftStream:
             self.counts.extend(new)
 
 
+Level = tuple[list[int], list[float]]
+"""Tokens of one depth, best first, and their chances."""
+
+
 class DraftEngine:
     """One draft model, many streams. Not thread-safe."""
 
@@ -127,8 +131,13 @@ class DraftEngine:
         for key in [k for k in self._streams if k.startswith(prefix)]:
             self.close(key)
 
-    def propose(self, keys: list[str], depth: int, width: int) -> tuple[list[DraftTree], list[str]]:
-        """Trees behind the ends of these streams, and those whose state had to be dropped."""
+    def propose(
+        self, keys: list[str], depth: int, width: int, floor: float = 0.0
+    ) -> tuple[list[DraftTree], list[str]]:
+        """Trees behind the ends of these streams, and those whose state had to be dropped.
+
+        A stream's chain ends at `depth`, or where the chance that all of it is accepted falls below `floor`.
+        """
         self._clock += 1
         if self.runner.cache.books is not self.pool:  # another engine wrote here: nothing is where it was
             self.pool.forget_all()
@@ -144,7 +153,7 @@ class DraftEngine:
                 streams.append(stream)
         if not streams:
             return [], dropped
-        return self._draft(streams, depth, width), dropped
+        return self._draft(streams, depth, width, floor), dropped
 
     def _reserve(self, stream: DraftStream, depth: int, busy: list[str]) -> bool:
         """Blocks for the stream and its spine, evicting whoever drafted longest ago."""
@@ -183,24 +192,27 @@ class DraftEngine:
         self.pool.extend_hashes(stream.hashes, num_blocks, stream.tokens, salt)
         return stream.hashes[:num_blocks]
 
-    def _draft(self, streams: list[DraftStream], depth: int, width: int) -> list[DraftTree]:
-        bases = np.asarray([len(s.tokens) for s in streams], np.int64)
-        samplings = [s.sampling for s in streams]
-        levels: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]] = []
-        logits = self._catch_up(streams)
+    def _draft(self, streams: list[DraftStream], depth: int, width: int, floor: float) -> list[DraftTree]:
+        levels: dict[str, list[Level]] = {stream.key: [] for stream in streams}
+        chances = dict.fromkeys(levels, 1.0)
+        active, logits = streams, self._catch_up(streams)
         for level in range(depth):
-            logits = self._adjusted(logits, streams, [ids[:, 0] for ids, _ in levels])
-            rows = SamplingRows.build(samplings, [1] * len(streams), bases + level)
-            levels.append(self._children(logits, rows, width))
-            spine = levels[-1][0][:, 0]
-            if level + 1 == depth:
+            logits = self._adjusted(logits, active, levels)
+            ends = np.asarray([len(s.tokens) + level for s in active], np.int64)
+            rows = SamplingRows.build([s.sampling for s in active], [1] * len(active), ends)
+            for stream, ids, scores in zip(active, *self._children(logits, rows, width), strict=True):
+                levels[stream.key].append((ids, scores))
+                chances[stream.key] *= scores[0]
+            active = [stream for stream in active if chances[stream.key] >= floor]
+            if level + 1 == depth or not active:
                 break
             builder = BatchBuilder(self.runner.cache)
-            for stream, token in zip(streams, spine, strict=True):
-                builder.add_token(self.pool.table(stream.key), int(token), len(stream.tokens) + level)
-                stream.spine.append(int(token))
+            for stream in active:
+                token = levels[stream.key][-1][0][0]
+                builder.add_token(self.pool.table(stream.key), token, len(stream.tokens) + level)
+                stream.spine.append(token)
             logits = self.runner.forward(builder.build()[0])
-        return [self._tree(stream, levels, index) for index, stream in enumerate(streams)]
+        return [self._tree(stream, levels[stream.key]) for stream in streams]
 
     def _catch_up(self, streams: list[DraftStream]) -> Tensor:
         """Compute all tokens not in the pool yet, in chunks; logits [B, V] behind each stream's last token."""
@@ -232,43 +244,44 @@ class DraftEngine:
         return logits
 
     @staticmethod
-    def _adjusted(logits: Tensor, streams: list[DraftStream], spine: list[npt.NDArray[np.int64]]) -> Tensor:
-        """Bias and penalties as the target will apply them: along the path, here the spine ([B] int64 a level)."""
-        none = np.zeros(len(spine), np.int64)
+    def _adjusted(logits: Tensor, streams: list[DraftStream], levels: dict[str, list[Level]]) -> Tensor:
+        """Bias and penalties as the target will apply them: along the path, here the spine."""
         found: list[Changes] = []
         starts: list[int] = []
         for index, stream in enumerate(streams):
             if stream.counts is not None:
-                path = np.asarray([ids[index] for ids in spine], np.int64)
-                found.append(stream.counts.changes(none, path, np.asarray([len(spine)])))
+                path = np.asarray([ids[0] for ids, _ in levels[stream.key]], np.int64)
+                found.append(
+                    stream.counts.changes(np.zeros(len(path), np.int64), path, np.asarray([len(path)]))
+                )
                 starts.append(index)
         return apply_changes(logits, found, starts)
 
     def _children(
         self, logits: Tensor, rows: SamplingRows, width: int
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """int64 [B, width] tokens, best perturbed score first, and float32 [B, width] draft probabilities (0: none)."""
-        top = perturb(logits, rows, self._noise).topk(min(width, logits.shape[-1]), dim=-1)
-        if not rows.is_greedy:
-            logits = logits / torch.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
-        probs = logits.softmax(-1).gather(-1, top.indices)
-        probs = torch.where(torch.isfinite(top.values), probs, torch.zeros_like(probs))
-        return top.indices.numpy(), probs.numpy()
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """[B][width] tokens, best first, and what speaks for each: softmax of the scores, 0 for a filtered one.
+
+        With noise it is not the draft's probability: a token that this noise puts far ahead will be the target's as
+        well, however improbable it is.
+        """
+        scores = perturb(logits, rows, self._noise)
+        top = scores.topk(min(width, scores.shape[-1]), dim=-1)
+        chances = (top.values - scores.logsumexp(-1, keepdim=True)).exp()
+        return top.indices.tolist(), chances.tolist()
 
     @staticmethod
-    def _tree(
-        stream: DraftStream, levels: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]], index: int
-    ) -> DraftTree:
+    def _tree(stream: DraftStream, levels: list[Level]) -> DraftTree:
         """Spine first, then the alternatives level by level."""
-        tokens = [int(ids[index, 0]) for ids, _ in levels]
+        tokens = [ids[0] for ids, _ in levels]
         parents = list(range(-1, len(levels) - 1))
-        scores = [float(probs[index, 0]) for _, probs in levels]
-        for level, (ids, probs) in enumerate(levels):
-            for rank in range(1, ids.shape[1]):
-                if probs[index, rank] > 0:
-                    tokens.append(int(ids[index, rank]))
+        scores = [chances[0] for _, chances in levels]
+        for level, (ids, chances) in enumerate(levels):
+            for token, chance in zip(ids[1:], chances[1:], strict=True):
+                if chance > 0:
+                    tokens.append(token)
                     parents.append(level - 1)
-                    scores.append(float(probs[index, rank]))
+                    scores.append(chance)
         return DraftTree(
             stream.request_id,
             len(stream.tokens),
@@ -330,7 +343,8 @@ class DraftWorker(Worker):
         keys = [key for members in wanted.values() for key in members]
         depth = min(16, max(1, max((ask.depth for ask in latest.values()), default=1)))
         width = min(8, max(1, max((ask.width for ask in latest.values()), default=1)))
-        trees, dropped = self._engine.propose(keys, depth, width) if keys else ([], [])
+        floor = min((ask.floor for ask in latest.values()), default=0.0)
+        trees, dropped = self._engine.propose(keys, depth, width, floor) if keys else ([], [])
         by_stream = {tree.request_id: tree for tree in trees}
         for peer, ask in latest.items():
             members = wanted[peer]

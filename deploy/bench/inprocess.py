@@ -56,7 +56,9 @@ def draft_model(folder: Path, speculation: SpeculationConfig | None = None) -> D
 
     def make(target: ModelRunner) -> Drafter:
         engine = DraftEngine(runner, token_budget=config.token_budget, prefix_cache=False)
-        return ColocatedDrafter(engine, vocab_size=target.vocab_size, depth=shape.depth, width=shape.width)
+        return ColocatedDrafter(
+            engine, vocab_size=target.vocab_size, depth=shape.depth, width=shape.width, floor=shape.floor
+        )
 
     return make
 

@@ -5,6 +5,7 @@ comes from the running interpreter; nothing is downloaded. With an NVIDIA GPU th
 
     python -m paceline.deploy.models.build --out deploy/models/bundled
     python -m paceline.deploy.models.build --out DIR --minutes 1       # a dry run
+    python -m paceline.deploy.models.build --out DIR --draft-only      # another draft for the target in DIR
     python -m paceline.deploy.models.build --out DIR --card-only       # measure a pair again
 
 The order of the data follows --seed. The weights do not repeat bit for bit: the learning rate follows the
@@ -18,7 +19,8 @@ import dataclasses
 import itertools
 import json
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -41,7 +43,7 @@ from paceline.deploy.models.training import (
 
 TARGET_ON_CPU = Shape(hidden=512, layers=3, heads=8, kv_heads=2, intermediate=832)
 TARGET_ON_GPU = Shape(hidden=512, layers=5, heads=8, kv_heads=2, intermediate=1152)
-DRAFT = Shape(hidden=256, layers=2, heads=4, kv_heads=1, intermediate=448)
+DRAFT = Shape(hidden=192, layers=2, heads=3, kv_heads=1, intermediate=384)
 LENGTH = 512  # of a row; every fourth step has rows twice as long
 ROWS_PER_STEP = 4
 ITEMS_OF_A_DOMAIN = 12_000
@@ -49,49 +51,79 @@ DRILL_STEPS = 200  # of copying, before anything is read
 DRAFT_SHARE = 0.3  # of the budget; the draft is smaller but pays for the target's forward pass too
 
 
-def build(out: Path, *, minutes: float, device: torch.device, seed: int) -> None:
-    """Corpus -> tokenizer -> target -> draft."""
+@dataclass(frozen=True, slots=True)
+class Workshop:
+    """What both trainings share."""
+
+    out: Path
+    tokenizer: Tokenizer
+    documents: list[corpus.Document]
+    """Of the standard library."""
+    device: torch.device
+    seed: int
+
+    def rows(self, domains: Sequence[str], seed: int) -> corpus.Rows:
+        """The library and the tasks of these domains, packed."""
+        generated = corpus.task_documents(domains, ITEMS_OF_A_DOMAIN, seed)
+        rows = corpus.pack(self.tokenizer, self.documents + generated, LENGTH, seed)
+        print(f"{rows.num_tokens:,} tokens, {int((rows.labels >= 0).sum()):,} of them learnt", flush=True)
+        return rows
+
+    def note(self, name: str, cost: Cost) -> None:
+        """Keep what a training cost beside the models, for the card."""
+        path = self.out / "training.json"
+        known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        known[name] = dataclasses.asdict(cost)
+        path.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
+
+
+def prepare(out: Path, device: torch.device, seed: int) -> Workshop:
+    """Library -> documents and tokenizer; the tokenizer of a target that is there already is taken."""
     torch.manual_seed(seed)
     library, _ = corpus.read_library(Path(sysconfig.get_path("stdlib")))
     # The tasks are what the pair is for: the library is there for its language, a part of it is enough.
-    everything = library.sources[::3] + library.chats[::2]
-    known = [name for name in tasks.DOMAINS if name not in tasks.UNKNOWN_TO_DRAFT]
-    for_target = everything + corpus.task_documents(list(tasks.DOMAINS), ITEMS_OF_A_DOMAIN, seed)
-    for_draft = everything + corpus.task_documents(known, ITEMS_OF_A_DOMAIN, seed + 1)
-    tokenizer = corpus.train_tokenizer(everything + corpus.task_documents(list(tasks.DOMAINS), 1000, seed))
-    costs: dict[str, Cost] = {}
+    documents = library.sources[::3] + library.chats[::2]
+    file = out / "target" / "tokenizer.json"
+    if file.is_file():
+        return Workshop(out, Tokenizer.from_file(str(file)), documents, device, seed)
+    examples = corpus.task_documents(list(tasks.DOMAINS), 1000, seed)
+    return Workshop(out, corpus.train_tokenizer(documents + examples), documents, device, seed)
 
-    rows = corpus.pack(tokenizer, for_target, LENGTH, seed)
-    print(f"target: {rows.num_tokens:,} tokens, {int((rows.labels >= 0).sum()):,} of them learnt", flush=True)
-    shape = TARGET_ON_GPU if device.type == "cuda" else TARGET_ON_CPU
-    fresh = llama(shape, seed).to(device)
-    costs["target"] = train(
+
+def build_target(shop: Workshop, minutes: float) -> None:
+    """Text -> target."""
+    rows = shop.rows(list(tasks.DOMAINS), shop.seed)
+    target = llama(TARGET_ON_GPU if shop.device.type == "cuda" else TARGET_ON_CPU, shop.seed).to(shop.device)
+    cost = train(
         "target",
-        fresh,
-        text_loss(fresh),
-        lessons(rows, device, seed),
-        budget_s=60 * minutes * (1 - DRAFT_SHARE),
+        target,
+        text_loss(target),
+        lessons(rows, shop.device, shop.seed),
+        budget_s=60 * minutes,
         peak=1.2e-3,
-        snapshot=lambda: write_model(fresh, tokenizer, out / "target"),
+        snapshot=lambda: write_model(target, shop.tokenizer, shop.out / "target"),
     )
-    write_model(fresh, tokenizer, out / "target")
-    corpus.check_tokenizer(out / "target")
+    write_model(target, shop.tokenizer, shop.out / "target")
+    corpus.check_tokenizer(shop.out / "target")
+    shop.note("target", cost)
 
-    rows = corpus.pack(tokenizer, for_draft, LENGTH, seed + 1)
-    print(f"draft: {rows.num_tokens:,} tokens, {int((rows.labels >= 0).sum()):,} of them learnt", flush=True)
-    target, draft = read_model(out / "target", device), llama(DRAFT, seed + 1).to(device)
-    costs["draft"] = train(
+
+def build_draft(shop: Workshop, minutes: float) -> None:
+    """Target and text without two of the domains -> draft."""
+    seed = shop.seed + 1
+    rows = shop.rows([name for name in tasks.DOMAINS if name not in tasks.UNKNOWN_TO_DRAFT], seed)
+    target, draft = read_model(shop.out / "target", shop.device), llama(DRAFT, seed).to(shop.device)
+    cost = train(
         "draft",
         draft,
         distill_loss(draft, target),
-        lessons(rows, device, seed + 1),
-        budget_s=60 * minutes * DRAFT_SHARE,
+        lessons(rows, shop.device, seed),
+        budget_s=60 * minutes,
         peak=2e-3,
-        snapshot=lambda: write_model(draft, tokenizer, out / "draft"),
+        snapshot=lambda: write_model(draft, shop.tokenizer, shop.out / "draft"),
     )
-    write_model(draft, tokenizer, out / "draft")
-    facts = {name: dataclasses.asdict(cost) for name, cost in costs.items()}
-    (out / "training.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    write_model(draft, shop.tokenizer, shop.out / "draft")
+    shop.note("draft", cost)
 
 
 def lessons(rows: corpus.Rows, device: torch.device, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -122,13 +154,19 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--seed", type=int, default=0, help="order of the data and initial weights")
+    parser.add_argument(
+        "--draft-only", action="store_true", help="keep the target in --out, train a draft for it"
+    )
     parser.add_argument("--card-only", action="store_true", help="measure the pair in --out, train nothing")
     args = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(args.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not args.card_only:
-        build(args.out, minutes=args.minutes, device=device, seed=args.seed)
+        shop = prepare(args.out, device, args.seed)
+        if not args.draft_only:
+            build_target(shop, args.minutes * (1 - DRAFT_SHARE))
+        build_draft(shop, args.minutes * DRAFT_SHARE)
     measure(args.out, device)
 
 

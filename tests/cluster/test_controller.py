@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.cluster.controller import Calibration, Controller, StepCost
+from paceline.cluster.controller import Calibration, Controller, Forest, StepCost
 from paceline.cluster.speculation import Tree, fuse
 from paceline.cluster.types import SOURCE_DRAFT, SOURCE_SUFFIX
 
@@ -62,9 +62,9 @@ def test_calibration_learns_how_often_a_score_is_right() -> None:
     tree = Tree.build(1, [2, 3], [-1, 0], scores=[0.9, 0.6])
     for _ in range(3000):
         accepted = generator.random() < 0.2
-        calibration.observe(tree, (1, 2) if accepted else ())
+        calibration.observe(Forest([tree]), [(1, 2) if accepted else ()])
 
-    scores = calibration.calibrated(tree).scores
+    scores = calibration.estimate(Forest([tree]))
     assert scores[1] == pytest.approx(0.2, abs=0.08)
     assert scores[2] > 0.9, "its parent was accepted 600 times and it each time with it"
 
@@ -123,7 +123,7 @@ class Traffic:
             if tree is not None:
                 wrong = np.flatnonzero(self._random.random(num) >= chance)
                 path = tuple(range(1, 1 + (int(wrong[0]) if len(wrong) else num)))
-                self.controller.verified(tree, path)
+                self.controller.verified([tree], [path])
             if asked:
                 self.controller.asked("draft", wait_s, len(path), 1)
             tokens += 1 + len(path)
@@ -159,7 +159,7 @@ def test_nodes_that_looked_bad_are_tried_again_though_their_source_is_never_paus
             (tree,) = controller.choose([raw])
             num = 0 if tree is None else tree.num_drafted
             if tree is not None:
-                controller.verified(tree, tuple(range(1, 1 + min(num, num_right))))
+                controller.verified([tree], [tuple(range(1, 1 + min(num, num_right)))])
         return num
 
     assert run(500, 4) == 4
@@ -183,12 +183,12 @@ def test_a_reset_concerns_one_source() -> None:
     draft = Tree.build(1, [2], [-1], SOURCE_DRAFT, [0.9])
     copied = Tree.build(1, [2], [-1], SOURCE_SUFFIX, [0.9])
     for _ in range(200):
-        controller.verified(draft, ())
-        controller.verified(copied, ())
+        controller.verified([draft], [()])
+        controller.verified([copied], [()])
     controller.reset("draft", SOURCE_DRAFT)
 
-    assert controller._calibration.calibrated(draft).scores[1] == pytest.approx(0.9)
-    assert controller._calibration.calibrated(copied).scores[1] < 0.1
+    assert controller._calibration.estimate(Forest([draft]))[1] == pytest.approx(0.9)
+    assert controller._calibration.estimate(Forest([copied]))[1] < 0.1
     assert set(controller.calibration_errors()) == {"suffix"}
 
 
@@ -244,10 +244,10 @@ def test_calibration_error_is_the_distance_of_what_was_said_from_what_held() -> 
     generator = np.random.default_rng(0)
     tree = Tree.build(1, [2], [-1], scores=[0.9])
     for _ in range(8):
-        calibration.observe(tree, ())
+        calibration.observe(Forest([tree]), [()])
     assert calibration.errors()["draft"] > 0.4
     for _ in range(3000):
-        calibration.observe(tree, (1,) if generator.random() < 0.5 else ())
+        calibration.observe(Forest([tree]), [(1,) if generator.random() < 0.5 else ()])
 
     assert calibration.errors()["draft"] < 0.1
     assert set(calibration.errors()) == {"draft"}
@@ -292,3 +292,26 @@ def test_a_node_keeps_the_source_that_was_surer_of_it() -> None:
 
     assert fused.tokens.tolist() == [1, 2, 3] and fused.sources.tolist()[1:] == [SOURCE_SUFFIX] * 2
     assert fused.scores[1] == pytest.approx(0.8)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 5))
+@settings(max_examples=100, deadline=None)
+def test_a_forest_is_its_trees_one_by_one(seed: int, num: int) -> None:
+    """Ranks and path products of all trees at once are those of each tree; roots bring nothing."""
+    generator = np.random.default_rng(seed)
+    trees = []
+    for _ in range(num):
+        size = int(generator.integers(1, 12))
+        parents = [int(generator.integers(-1, node)) for node in range(size)]
+        trees.append(Tree.build(0, list(range(size)), parents, scores=generator.random(size).tolist()))
+    forest = Forest(trees)
+    products = forest.products(forest.scores.astype(np.float64))
+
+    for tree, first in zip(trees, forest.first, strict=True):
+        part = slice(first, first + len(tree))
+        assert products[part][1:] == pytest.approx(tree.path_products()[1:], rel=1e-6)
+        assert products[first] == 0 and forest.is_root[first]
+        assert (forest.parents[part][1:] - first).tolist() == tree.parents[1:].tolist()
+        family = tree.parents.tolist()
+        ranks = [family[:node].count(parent) for node, parent in enumerate(family)]
+        assert forest._ranks()[part][1:].tolist() == ranks[1:]

@@ -20,12 +20,15 @@ class ColocatedDrafter(Drafter):
 
     name = "draft"
 
-    def __init__(self, engine: DraftEngine, *, vocab_size: int, depth: int, width: int) -> None:
+    def __init__(
+        self, engine: DraftEngine, *, vocab_size: int, depth: int, width: int, floor: float = 0.0
+    ) -> None:
         """`vocab_size` is the target's; a draft model may know more tokens than it."""
         self._engine = engine
         self._vocab_size = vocab_size
         self._depth = depth
         self._width = width
+        self._floor = floor
         self._known: dict[str, int] = {}
         """Tokens of each stream that the draft engine holds; 0 means it must be told all of them."""
         self._versions: dict[str, str] = {}
@@ -40,7 +43,7 @@ class ColocatedDrafter(Drafter):
         asked = [stream for stream in streams if stream.key in self._known]
         for stream in asked:
             self._catch_up(stream)
-        trees, dropped = self._engine.propose([s.key for s in asked], self._depth, self._width)
+        trees, dropped = self._engine.propose([s.key for s in asked], self._depth, self._width, self._floor)
         for key in dropped:
             self._known[key] = 0
         found = {tree.request_id: tree for tree in trees}

@@ -106,11 +106,15 @@ class FusedDrafter(Drafter):
         if not self._waited:
             return
         gained = [0] * len(SOURCE_NAMES)
+        trees: list[Tree] = []
+        paths: list[tuple[int, ...]] = []
         for outcome in outcomes:
             if outcome.tree is not None:
-                self._controller.verified(outcome.tree, outcome.path)
+                trees.append(outcome.tree)
+                paths.append(outcome.path)
                 for node in outcome.path:
                     gained[outcome.tree.sources[node]] += 1
+        self._controller.verified(trees, paths)
         for drafter in self._drafters:
             if drafter.name in self._waited:
                 waited, share = self._waited[drafter.name], float(gained[drafter.source])

@@ -183,8 +183,9 @@ class RemoteDrafter(Drafter):
         closes: tuple[str, ...],
     ) -> None:
         if source.peer is not None:
+            shape = self._config
             message: Message = DraftAsk(
-                source.step, opens, advances, closes, self._config.depth, self._config.width
+                source.step, opens, advances, closes, shape.depth, shape.width, shape.floor
             )
             source.peer.send_threadsafe(message)
 
@@ -291,7 +292,11 @@ def _make(context: Context) -> Drafter:
     speculation, vocab_size = context.speculation, context.target.vocab_size
     if context.draft is not None:
         return ColocatedDrafter(
-            context.draft, vocab_size=vocab_size, depth=speculation.depth, width=speculation.width
+            context.draft,
+            vocab_size=vocab_size,
+            depth=speculation.depth,
+            width=speculation.width,
+            floor=speculation.floor,
         )
     assert context.connect is not None, "neither a draft model here nor a way to reach draft workers"
     return RemoteDrafter(speculation, context.metrics, vocab_size, context.connect)
