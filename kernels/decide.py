@@ -1,4 +1,4 @@
-"""Scores of rows -> the best token of each row and whether the row is usable (CPU, numba).
+"""Scores of rows -> the best token of each row, or the best few and what speaks for them (CPU, numba).
 
 argmax with ties to the lowest id; a row with NaN, or whose best score is not finite, is not usable.
 """
@@ -14,7 +14,9 @@ from torch import Tensor
 
 
 def _compiled(function: Any) -> Any:
-    return numba.njit(nogil=True, cache=True)(function)
+    return numba.njit(nogil=True, cache=True, fastmath={"reassoc", "contract", "nsz"}, error_model="numpy")(
+        function
+    )
 
 
 @_compiled
@@ -41,3 +43,60 @@ def decide(scores_RV: Tensor, *, backend: str = "jit") -> tuple[npt.NDArray[np.i
     usable = np.empty(len(scores_RV), np.bool_)
     _decide(scores_RV.contiguous().numpy(), ids, usable)
     return ids, usable
+
+
+@_compiled
+def _best(scores, ids, chances):
+    width = ids.shape[1]
+    parts = np.empty(scores.shape[1], np.float32)
+    exponents = np.empty(scores.shape[1], np.int32)
+    powers = exponents.view(np.float32)
+    for row in range(len(scores)):
+        for k in range(width):
+            ids[row, k], chances[row, k] = 0, -np.inf
+        for i in range(scores.shape[1]):
+            x = scores[row, i]
+            if x > chances[row, width - 1]:  # not >=: of equal ones the lowest id stands first
+                k = width - 1
+                while k > 0 and x > chances[row, k - 1]:
+                    ids[row, k], chances[row, k] = ids[row, k - 1], chances[row, k - 1]
+                    k -= 1
+                ids[row, k], chances[row, k] = i, x
+        top = chances[row, 0]
+        for i in range(
+            scores.shape[1]
+        ):  # exp(x - top), as in tree_attention_jit; far below the top is 0 here
+            y = scores[row, i] - top
+            y = max(y, np.float32(-87.0))
+            n = np.floor(y * np.float32(1.44269504) + np.float32(0.5))
+            r = y - n * np.float32(0.693359375) - n * np.float32(-2.12194440e-4)
+            p = np.float32(1.9875691500e-4)
+            p = p * r + np.float32(1.3981999507e-3)
+            p = p * r + np.float32(8.3334519073e-3)
+            p = p * r + np.float32(4.1665795894e-2)
+            p = p * r + np.float32(1.6666665459e-1)
+            p = p * r + np.float32(5.0000001201e-1)
+            parts[i] = p * r * r + r + np.float32(1)
+            exponents[i] = (np.int32(n) + np.int32(127)) << np.int32(23)
+        total = np.float32(0)
+        for i in range(scores.shape[1]):
+            total += parts[i] * powers[i]
+        for k in range(width):
+            chances[row, k] = np.exp(chances[row, k] - top) / total
+
+
+def best(
+    scores_RV: Tensor, width: int, *, backend: str = "jit"
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """float32 [R, V] -> int64 [R, width], best first, and float32 [R, width], the softmax of the row at them.
+
+    A token at minus infinity has chance 0; a row with NaN, or with nothing left, has NaN. `backend` as in `decide`.
+    """
+    width = min(width, scores_RV.shape[-1])
+    if backend == "reference":
+        top = scores_RV.topk(width, dim=-1)
+        return top.indices.numpy(), scores_RV.softmax(-1).gather(-1, top.indices).numpy()
+    ids = np.empty((len(scores_RV), width), np.int64)
+    chances = np.empty((len(scores_RV), width), np.float32)
+    _best(scores_RV.contiguous().numpy(), ids, chances)
+    return ids, chances

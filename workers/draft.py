@@ -22,6 +22,7 @@ from paceline.cluster.config import model_folder
 from paceline.cluster.metrics import Metrics
 from paceline.cluster.speculation import prefix_hash
 from paceline.cluster.types import DraftAsk, DraftOpen, Drafts, DraftTree, Message, Sampling
+from paceline.kernels.decide import best
 from paceline.workers.adjust import Changes, TokenCounts, apply_changes
 from paceline.workers.base import Worker
 from paceline.workers.model_batch import BatchBuilder
@@ -265,10 +266,8 @@ class DraftEngine:
         With noise it is not the draft's probability: a token that this noise puts far ahead will be the target's as
         well, however improbable it is.
         """
-        scores = perturb(logits, rows, self._noise)
-        top = scores.topk(min(width, scores.shape[-1]), dim=-1)
-        chances = (top.values - scores.logsumexp(-1, keepdim=True)).exp()
-        return top.indices.tolist(), chances.tolist()
+        ids, chances = best(perturb(logits, rows, self._noise), width)
+        return ids.tolist(), chances.tolist()
 
     @staticmethod
     def _tree(stream: DraftStream, levels: list[Level]) -> DraftTree:
