@@ -81,7 +81,11 @@ def cluster(home: Path) -> Iterator[Cluster]:
     """One cluster for the session; at its end `paceline stop` must leave nothing behind."""
     name = "session"
     began = time.monotonic()
-    done = run_cli(home, "serve", "--detach", "--name", name, "--port", "0", "--set", "control.port=0")
+    ports = ("--port", "0", "--set", "control.port=0")
+    # A draft worker is asked in every step, whether it pays here or not: tests must not depend on what a busy machine
+    # makes of that.
+    drafts = ("--set", "speculation.control=fixed", "--set", "speculation.sources=[draft]")
+    done = run_cli(home, "serve", "--detach", "--name", name, *ports, *drafts)
     seconds = time.monotonic() - began
     assert done.returncode == 0, done.stdout + done.stderr
     state = json.loads((home / "run" / name / "state.json").read_text())

@@ -16,9 +16,8 @@ import oracle
 from bundled import MODEL, TARGET
 from paceline.cluster.gateway.text import Tokenizer
 
-QUESTION = [
-    {"role": "user", "content": "Write a Python function `read_file`. Return the contents of a file."}
-]
+HEAD = 'def total_price(orders):\n    """Sum of the price of all orders."""\n'
+QUESTION = [{"role": "user", "content": f"Complete this function:\n\n{HEAD}"}]
 CODE = 'def read_lines(path):\n    """Return the lines of a file.'
 
 
@@ -29,7 +28,7 @@ def test_a_chat_answer_took_the_remote_path_and_remote_drafts_were_accepted(clus
     )
 
     metrics = answer.model_extra["metrics"]
-    assert answer.choices[0].message.content.startswith("def ")
+    assert answer.choices[0].message.content.startswith(HEAD)
     assert metrics["kv_source"] == ["link"] and metrics["kv_bytes"] > 0
     assert metrics["tokens_by_source"]["draft"] >= 0.3 * answer.usage.completion_tokens
     assert metrics["prefill_worker"].startswith("prefill-") and metrics["decode_worker"].startswith("decode-")
