@@ -28,6 +28,12 @@ class Metrics:
         self.recoveries = self._counter(
             "stream_recoveries_total", "Streams moved to another attempt.", "reason"
         )
+        self.forward = Gauge(
+            "paceline_forward_info",
+            "1 for the forward a worker runs: lean, or transformers and why not lean.",
+            ["path"],
+            registry=self.registry,
+        )
         self.steps = self._counter("engine_steps_total", "Engine steps.")
         self.step_seconds = self._histogram("engine_step_seconds", "Duration of one engine step.")
         self.tokens = self._counter("tokens_total", "Emitted tokens by source.", "source")

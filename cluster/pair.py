@@ -33,11 +33,6 @@ def check_pair(target: Path, draft: Path) -> None:
     )
 
 
-def tokenizer_hash(folder: Path) -> str:
-    """12 hex digits over what token ids mean: vocabulary, merges and added tokens, not how the file is written."""
-    return _digest(read_tokens(folder))
-
-
 def read_tokens(folder: Path) -> tuple[dict[int, str], list[str]]:
     """tokenizer.json -> (id -> token, added ones included; merges in order, "left right").
 

@@ -167,10 +167,6 @@ class Scheduler:
         assert stream.key not in self._streams, f"{stream.key} is running already"
         self._streams[stream.key] = stream
 
-    def get(self, request_id: str, epoch: int) -> Stream | None:
-        """The running attempt, if there is one."""
-        return self._streams.get(f"{request_id}/{epoch}")
-
     def remove(self, stream: Stream) -> None:
         """Forget a stream and return its blocks."""
         self._streams.pop(stream.key, None)

@@ -5,21 +5,14 @@ argmax with ties to the lowest id; a row with NaN, or whose best score is not fi
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-
-def _compiled(function: Any) -> Any:
-    return numba.njit(nogil=True, cache=True, fastmath={"reassoc", "contract", "nsz"}, error_model="numpy")(
-        function
-    )
+from paceline.kernels.compiled import compiled
 
 
-@_compiled
+@compiled
 def _decide(scores, best, usable):
     for row in range(len(scores)):
         top, at, has_nan = scores[row, 0], 0, False
@@ -45,7 +38,7 @@ def decide(scores_RV: Tensor, *, backend: str = "jit") -> tuple[npt.NDArray[np.i
     return ids, usable
 
 
-@_compiled
+@compiled
 def _best(scores, ids, chances):
     width = ids.shape[1]
     parts = np.empty(scores.shape[1], np.float32)
@@ -63,9 +56,8 @@ def _best(scores, ids, chances):
                     k -= 1
                 ids[row, k], chances[row, k] = i, x
         top = chances[row, 0]
-        for i in range(
-            scores.shape[1]
-        ):  # exp(x - top), as in tree_attention_jit; far below the top is 0 here
+        for i in range(scores.shape[1]):
+            # exp(x - top), as in tree_attention_jit.
             y = scores[row, i] - top
             y = max(y, np.float32(-87.0))
             n = np.floor(y * np.float32(1.44269504) + np.float32(0.5))

@@ -6,19 +6,14 @@ the logarithms, is the same code.
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
-
-def _compiled(function: Any) -> Any:
-    return numba.njit(nogil=True, cache=True)(function)
+from paceline.kernels.compiled import compiled
 
 
-@_compiled
+@compiled
 def _uniforms(seeds, positions, choices, prompts, num_ids, negative_u):
     """int64 [R] each -> negative_u float64 [R, >= num_ids, a multiple of 4]: -u of every id."""
     low = np.uint64(0xFFFFFFFF)

@@ -9,19 +9,12 @@ Legend: T rows, E hidden size, I intermediate size, H query heads, G KV heads, D
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba
 import numpy as np
 
-_FLAGS = {"reassoc", "contract", "arcp", "nsz"}
+from paceline.kernels.compiled import compiled
 
 
-def _compiled(function: Any) -> Any:
-    return numba.njit(nogil=True, cache=True, fastmath=_FLAGS, error_model="numpy")(function)
-
-
-@_compiled
+@compiled
 def rms_norm(x, weight, eps, out):
     """x [T, E], weight [E], out [T, E], all float32: out = x / sqrt(mean(x^2) + eps) * weight."""
     num, size = x.shape
@@ -34,7 +27,7 @@ def rms_norm(x, weight, eps, out):
             out[t, i] = x[t, i] * scale * weight[i]
 
 
-@_compiled
+@compiled
 def gate(gate_up, out):
     """gate_up [T, 2 I], out [T, I]: silu(first half) * second half, silu(g) = g / (1 + exp(-g))."""
     num, size = out.shape
@@ -59,7 +52,7 @@ def gate(gate_up, out):
             out[t, i] = gate_up[t, i] * gate_up[t, size + i] / (np.float32(1) + out[t, i] * powers[i])
 
 
-@_compiled
+@compiled
 def rotate_and_store(
     qkv, positions, slots, cos, sin, q_norm, k_norm, eps, num_heads, k_pool, v_pool, q_out
 ):  # fmt: skip

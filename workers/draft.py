@@ -141,6 +141,9 @@ class DraftEngine:
         """
         self._clock += 1
         if self.runner.cache.books is not self.pool:  # another engine wrote here: nothing is where it was
+            assert self.runner.cache.books is None or self.pool.num_used == 0, (
+                "another engine wrote into our blocks"
+            )
             self.pool.forget_all()
             self.runner.cache.books = self.pool
         streams: list[DraftStream] = []
@@ -306,8 +309,13 @@ class DraftWorker(Worker):
             block_size=self.config.kv.block_size,
         )
         log.info(
-            "kv_pool", worker=self.member.me.worker_id, num_blocks=runner.cache.num_blocks, reason=reason
+            "model_ready",
+            worker=self.member.me.worker_id,
+            forward=runner.path,
+            num_blocks=runner.cache.num_blocks,
+            reason=reason,
         )
+        self.metrics.forward.labels(runner.path).set(1)
         self._engine = DraftEngine(
             runner,
             token_budget=draft.token_budget,

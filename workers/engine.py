@@ -172,6 +172,9 @@ class Engine:
     def step(self, on_layer: SegmentLayerHook | None = None) -> StepResult:
         """Run one step. `on_layer(plan, layer)` is called when a layer's K and V of all segments are in the pool."""
         if self.runner.cache.books is not self.pool:  # another engine wrote here: nothing is where it was
+            assert self.runner.cache.books is None or self.pool.num_used == 0, (
+                "another engine wrote into our blocks"
+            )
             self.pool.forget_all()
             self.runner.cache.books = self.pool
         plan = self.scheduler.plan()

@@ -2,7 +2,7 @@
 
 The plain twin is the Hugging Face model itself, through the same attention and the same pool. Host overhead is what
 small models die of: modules, decorators and separate q, k, v, gate and up calls cost more than their arithmetic.
-Here a layer is two norms, four packed linears (two of them adding the residual), one rotation, one attention, one gate. Which path a worker took is in its
+Here a layer is two norms, four packed linears (two add the residual), a rotation, an attention, a gate. Which path a worker took is in its
 start-up log (`forward=lean` or `forward=transformers`); a model that is not recognised, or whose lean logits
 differ from the plain ones at load, takes the plain path and says why.
 """

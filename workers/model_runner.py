@@ -30,6 +30,8 @@ from transformers.utils import logging
 
 from paceline.cluster.errors import ModelError
 from paceline.cluster.speculation import Tree
+from paceline.kernels.decide import best, decide
+from paceline.kernels.keyed_noise import gumbel_vocabulary
 from paceline.kernels.tree_attention import tree_attention
 from paceline.workers.kv_cache import KVCache
 from paceline.workers.layers import can_pack, pack_linears
@@ -139,6 +141,7 @@ class ModelRunner:
             self._try_lean(config)
         if can_pack() and self._lean is None:
             pack_linears(model)
+        self._warm_up()
 
     @torch.inference_mode()
     def _check_hook(self, model: PreTrainedModel) -> None:
@@ -191,6 +194,13 @@ class ModelRunner:
         chunk.add_chunk(table, ids[:num], 0, keep_last=True)
         tree.add_tree(table, Tree.build(int(ids[num]), ids[num + 1 :].tolist(), [-1, 0, -1, 0]), num)
         return torch.cat([self.forward(chunk.build()[0]), self.forward(tree.build()[0])])
+
+    def _warm_up(self) -> None:
+        """Compile what sampling needs now, not in the first request."""
+        decide(torch.zeros(1, 2))
+        best(torch.zeros(1, 2), 1)
+        zero = torch.zeros(1, dtype=torch.int64)
+        gumbel_vocabulary(zero, zero, zero, zero, 4)
 
     @torch.inference_mode()
     def forward(self, batch: PackedBatch) -> Tensor:

@@ -89,8 +89,13 @@ class PrefillWorker(Worker):
             block_size=self.config.kv.block_size,
         )
         log.info(
-            "kv_pool", worker=self.member.me.worker_id, num_blocks=runner.cache.num_blocks, reason=reason
+            "model_ready",
+            worker=self.member.me.worker_id,
+            forward=runner.path,
+            num_blocks=runner.cache.num_blocks,
+            reason=reason,
         )
+        self.metrics.forward.labels(runner.path).set(1)
         self._engine = Engine(
             runner,
             token_budget=prefill.token_budget,

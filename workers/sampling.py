@@ -102,16 +102,22 @@ class CachedNoise:
 
     def rows(self, rows: SamplingRows, num_ids: int) -> Tensor:
         keys = torch.stack([rows.seeds, rows.choices, rows.prompts, rows.positions], dim=1).tolist()
+        span = self._span_for(len({tuple(key[:3]) for key in keys}), num_ids)
         return torch.stack(
-            [self._row((seed, choice, prompt), at, num_ids) for seed, choice, prompt, at in keys]
+            [self._row((seed, choice, prompt), at, num_ids, span) for seed, choice, prompt, at in keys]
         )
 
-    def _row(self, stream: tuple[int, int, int], position: int, num_ids: int) -> Tensor:
-        block, offset = divmod(position, self._span)
-        key = (*stream, block, num_ids)
+    def _span_for(self, num_streams: int, num_ids: int) -> int:
+        """Positions of a block, a power of two: two blocks of every stream fit, or each would push out the next."""
+        room = self._max_bytes // (2 * 4 * num_ids * max(1, num_streams))
+        return min(self._span, 1 << max(0, room.bit_length() - 1))
+
+    def _row(self, stream: tuple[int, int, int], position: int, num_ids: int, span: int) -> Tensor:
+        block, offset = divmod(position, span)
+        key = (*stream, block, num_ids, span)
         noise = self._blocks.get(key)
         if noise is None:
-            noise = self._compute(stream, block, num_ids)
+            noise = self._compute(stream, range(block * span, (block + 1) * span), num_ids)
             self._blocks[key] = noise
             self._bytes += noise.nbytes
             while self._bytes > self._max_bytes and len(self._blocks) > 1:
@@ -120,8 +126,9 @@ class CachedNoise:
             self._blocks.move_to_end(key)
         return noise[offset]
 
-    def _compute(self, stream: tuple[int, int, int], block: int, num_ids: int) -> Tensor:
-        positions = torch.arange(block * self._span, (block + 1) * self._span)
+    @staticmethod
+    def _compute(stream: tuple[int, int, int], span: range, num_ids: int) -> Tensor:
+        positions = torch.arange(span.start, span.stop)
         same = [torch.full_like(positions, value) for value in stream]
         return gumbel_vocabulary(same[0], positions, same[1], same[2], num_ids)
 

@@ -20,15 +20,15 @@ from safetensors import safe_open
 from paceline.cluster.config import DraftConfig, SpeculationConfig
 from paceline.cluster.controller import Controller
 from paceline.cluster.errors import RequestError
+from paceline.cluster.metrics import Metrics
 from paceline.cluster.scheduler import Stream
 from paceline.cluster.speculation import Tree
 from paceline.cluster.types import SOURCE_NAMES, Request, Sampling
 from paceline.deploy.bench.figures import Block, Count, timed
 from paceline.workers.draft import DraftEngine
-from paceline.workers.drafters.base import Drafter
+from paceline.workers.drafters.base import Context, Drafter, make
 from paceline.workers.drafters.colocated import ColocatedDrafter
 from paceline.workers.drafters.fused import FusedDrafter
-from paceline.workers.drafters.suffix import SuffixDrafter
 from paceline.workers.engine import Engine
 from paceline.workers.model_runner import ModelRunner, load_runner
 from paceline.workers.profile import measure_step_cost
@@ -54,25 +54,29 @@ def draft_model(folder: Path, speculation: SpeculationConfig | None = None) -> D
     config = DraftConfig()
     runner, _ = load_runner(folder, kv_memory_mb=config.kv_memory_mb, block_size=BLOCK_SIZE)
 
-    def make(target: ModelRunner) -> Drafter:
+    def make_one(target: ModelRunner) -> Drafter:
         engine = DraftEngine(runner, token_budget=config.token_budget, prefix_cache=False)
         return ColocatedDrafter(
             engine, vocab_size=target.vocab_size, depth=shape.depth, width=shape.width, floor=shape.floor
         )
 
-    return make
+    return make_one
 
 
 def drafters(folder: Path, speculation: SpeculationConfig | None = None) -> DrafterFactory:
-    """What `speculation.control=measured` with `suffix` is, in one process: copies and a draft model under a controller."""
-    models = draft_model(folder, speculation)
+    """The configured sources under a controller, with the draft model in this process."""
+    shape = speculation or SpeculationConfig()
+    config = DraftConfig()
+    runner, _ = load_runner(folder, kv_memory_mb=config.kv_memory_mb, block_size=BLOCK_SIZE)
 
-    def make(target: ModelRunner) -> Drafter:
+    def make_all(target: ModelRunner) -> Drafter:
+        engine = DraftEngine(runner, token_budget=config.token_budget, prefix_cache=False)
+        context = Context(target, shape, Metrics(), draft=engine)
         # Step times are measured where the blocks will run: with the same number of threads.
         controller = Controller(measure_step_cost(target))
-        return FusedDrafter([SuffixDrafter(max_store_tokens=0), models(target)], controller)
+        return FusedDrafter([make(name, context) for name in shape.sources], controller)
 
-    return make
+    return make_all
 
 
 def new_engine(runner: ModelRunner, drafter: Drafter | None, streams: int) -> Engine:

@@ -1,1 +1,1 @@
-"""Python's standard library -> the bundled pair: a tiny target, its draft and the script that makes both."""
+"""The standard library and generated tasks -> the bundled pair: a target, its draft and what made both."""

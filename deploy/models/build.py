@@ -48,7 +48,7 @@ LENGTH = 512  # of a row; every fourth step has rows twice as long
 ROWS_PER_STEP = 4
 ITEMS_OF_A_DOMAIN = 12_000
 DRILL_STEPS = 200  # of copying, before anything is read
-DRAFT_SHARE = 0.3  # of the budget; the draft is smaller but pays for the target's forward pass too
+DRAFT_SHARE = 0.4  # of the budget; the draft is smaller but pays for the target's forward pass too
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,22 +90,25 @@ def prepare(out: Path, device: torch.device, seed: int) -> Workshop:
     return Workshop(out, corpus.train_tokenizer(documents + examples), documents, device, seed)
 
 
-def build_target(shop: Workshop, minutes: float) -> None:
-    """Text -> target."""
-    rows = shop.rows(list(tasks.DOMAINS), shop.seed)
-    target = llama(TARGET_ON_GPU if shop.device.type == "cuda" else TARGET_ON_CPU, shop.seed).to(shop.device)
+def build_target(shop: Workshop, minutes: float, *, resume: bool = False) -> None:
+    """Text -> target; `resume` goes on with the one that is there, on other items and at half the rate."""
+    shape = TARGET_ON_GPU if shop.device.type == "cuda" else TARGET_ON_CPU
+    seed = shop.seed + 2 if resume else shop.seed
+    rows = shop.rows(list(tasks.DOMAINS), seed)
+    folder = shop.out / "target"
+    target = read_model(folder, shop.device).train() if resume else llama(shape, seed).to(shop.device)
     cost = train(
-        "target",
+        "target, continued" if resume else "target",
         target,
         text_loss(target),
-        lessons(rows, shop.device, shop.seed),
+        lessons(rows, shop.device, seed, 0 if resume else DRILL_STEPS),
         budget_s=60 * minutes,
-        peak=1.2e-3,
+        peak=6e-4 if resume else 1.2e-3,
         snapshot=lambda: write_model(target, shop.tokenizer, shop.out / "target"),
     )
     write_model(target, shop.tokenizer, shop.out / "target")
     corpus.check_tokenizer(shop.out / "target")
-    shop.note("target", cost)
+    shop.note("target, continued" if resume else "target", cost)
 
 
 def build_draft(shop: Workshop, minutes: float) -> None:
@@ -117,7 +120,7 @@ def build_draft(shop: Workshop, minutes: float) -> None:
         "draft",
         draft,
         distill_loss(draft, target),
-        lessons(rows, shop.device, seed),
+        lessons(rows, shop.device, seed, DRILL_STEPS),
         budget_s=60 * minutes,
         peak=2e-3,
         snapshot=lambda: write_model(draft, shop.tokenizer, shop.out / "draft"),
@@ -126,9 +129,11 @@ def build_draft(shop: Workshop, minutes: float) -> None:
     shop.note("draft", cost)
 
 
-def lessons(rows: corpus.Rows, device: torch.device, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+def lessons(
+    rows: corpus.Rows, device: torch.device, seed: int, num_drills: int
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Copying first, then the corpus."""
-    drill = itertools.islice(corpus.drill(2 * ROWS_PER_STEP, LENGTH // 2, seed), DRILL_STEPS)
+    drill = itertools.islice(corpus.drill(2 * ROWS_PER_STEP, LENGTH // 2, seed), num_drills)
     for inputs, labels in itertools.chain(drill, corpus.batches(rows, ROWS_PER_STEP, seed)):
         yield inputs.to(device), labels.to(device)
 
@@ -155,6 +160,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--seed", type=int, default=0, help="order of the data and initial weights")
     parser.add_argument(
+        "--resume", action="store_true", help="train the target in --out further, then a new draft"
+    )
+    parser.add_argument(
         "--draft-only", action="store_true", help="keep the target in --out, train a draft for it"
     )
     parser.add_argument("--card-only", action="store_true", help="measure the pair in --out, train nothing")
@@ -165,7 +173,7 @@ def main() -> None:
     if not args.card_only:
         shop = prepare(args.out, device, args.seed)
         if not args.draft_only:
-            build_target(shop, args.minutes * (1 - DRAFT_SHARE))
+            build_target(shop, args.minutes * (1 - DRAFT_SHARE), resume=args.resume)
         build_draft(shop, args.minutes * DRAFT_SHARE)
     measure(args.out, device)
 

@@ -35,6 +35,45 @@ def stable_hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
+_ONSETS = [
+    "b",
+    "bl",
+    "c",
+    "ch",
+    "cr",
+    "d",
+    "dr",
+    "f",
+    "fl",
+    "g",
+    "gr",
+    "h",
+    "j",
+    "k",
+    "kl",
+    "l",
+    "m",
+    "n",
+    "p",
+    "pl",
+    "pr",
+    "qu",
+    "r",
+    "s",
+    "sh",
+    "sl",
+    "st",
+    "t",
+    "th",
+    "tr",
+    "v",
+    "w",
+    "y",
+    "z",
+]
+_CODAS = ["", "", "", "l", "m", "n", "nd", "r", "rk", "s", "st", "t", "x"]
+
+
 class Draw:
     """Random choices of one item, each from the part of a list that belongs to the split."""
 
@@ -47,12 +86,27 @@ class Draw:
         return phrases[-1] if self._held_out else self.rng.choice(phrases[:-1])
 
     def word(self, pool: Sequence[str]) -> str:
-        """One word of the split's part of a pool."""
-        return self.rng.choice(self._part(pool))
+        """One word of the split's part of a pool; in training four in ten are made up.
+
+        Made-up words never come twice, so they cannot be learnt by heart: what is learnt is to copy.
+        """
+        word = self.rng.choice(self._part(pool))
+        if self._held_out or self.rng.random() < 0.6:
+            return word
+        made_up = "".join(
+            self.rng.choice(_ONSETS) + self.rng.choice("aeiou") + self.rng.choice(_CODAS)
+            for _ in range(self.rng.randrange(1, 3))
+        )
+        return made_up.title() if word[0].isupper() else made_up
 
     def some(self, pool: Sequence[str], num: int) -> list[str]:
-        """`num` different words of the split's part of a pool."""
-        return self.rng.sample(self._part(pool), num)
+        """`num` different words, drawn like one."""
+        words: list[str] = []
+        while len(words) < num:
+            word = self.word(pool)
+            if word not in words:
+                words.append(word)
+        return words
 
     def _part(self, pool: Sequence[str]) -> list[str]:
         return [w for w in pool if (stable_hash(w) % HELD_OUT_ONE_IN == 0) == self._held_out]

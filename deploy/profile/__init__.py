@@ -1,1 +1,1 @@
-"""Measures a machine and a model pair in process: `paceline profile`."""
+"""A configuration and this machine -> measured times of its models as tables and JSON: `paceline profile`."""

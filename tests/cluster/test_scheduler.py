@@ -393,9 +393,9 @@ def test_a_removed_stream_returns_its_blocks_and_may_come_again() -> None:
         scheduler.add(stream)
     scheduler.remove(stream)
 
-    assert pool.num_free == 4 and scheduler.get("s", 0) is None and len(scheduler) == 0
+    assert pool.num_free == 4 and len(scheduler) == 0
     scheduler.add(stream)
-    assert scheduler.get("s", 0) is stream
+    assert list(scheduler) == [stream]
 
 
 def test_blocks_of_a_stream_that_is_gone_are_found() -> None:

@@ -13,8 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from paceline.cluster.speculation import Tree
+from paceline.cluster.types import Sampling
 from paceline.kernels.layer_jit import rms_norm
-from paceline.workers import lean
+from paceline.workers import lean, sampling
 from paceline.workers.model_batch import BatchBuilder
 from paceline.workers.model_runner import ModelRunner, load_runner
 from paceline.workers.sampling import CachedNoise, DirectNoise, SamplingRows
@@ -142,3 +143,27 @@ def test_logits_have_the_same_bits_whatever_the_chunks_and_trees(
     assert torch.equal(mixed, whole) and torch.equal(single, whole)
     assert torch.equal(chunk[0], whole[-1])
     assert torch.equal(verified[[0, 2, 5]], whole[36:39])
+
+
+def test_noise_is_computed_once_however_many_streams_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With little room blocks get shorter, so that streams in turn do not push each other's out."""
+    computed = 0
+    plain = sampling.gumbel_vocabulary
+
+    def counted(seeds: torch.Tensor, *rest: Any) -> torch.Tensor:
+        nonlocal computed
+        computed += len(seeds)
+        return plain(seeds, *rest)
+
+    monkeypatch.setattr(sampling, "gumbel_vocabulary", counted)
+    for num_streams in (1, 3, 4, 9, 40):
+        cache, computed = CachedNoise(max_bytes=8 * 16 * 211 * 4), 0
+        for position in range(64):
+            rows = SamplingRows.build(
+                [Sampling(seed) for seed in range(num_streams)],
+                [1] * num_streams,
+                np.full(num_streams, position),
+            )
+            assert torch.equal(cache.rows(rows, 211), DirectNoise().rows(rows, 211))
+        # DirectNoise computed one row for each as well.
+        assert computed <= 2 * 64 * num_streams

@@ -115,3 +115,17 @@ def test_weights_are_those_of_the_draft_workers_in_the_directory(
         seen.append(drafter.weights)
 
     assert seen == ["v1", "v1", "v1", "v1,v2", "v2"]
+
+
+def test_answers_for_streams_that_ended_are_not_kept(ready: tuple[RemoteDrafter, Wire, Stream]) -> None:
+    """A draft is often on its way when its stream ends, and a worker may never answer: neither fills the memory."""
+    drafter, _, stream = ready
+    for index in range(300):
+        drafter.deliver(5, answer(stream, request_id=f"gone-{index}/0"))
+        drafter.deliver(5, Drafts(1, "v1", (), (f"gone-{index}/0",)))
+        stream.append([4]) if index < 40 else None
+        drafter.observe([stream])
+    drafter.propose([stream])
+
+    assert len(drafter._mailbox) + len(drafter._unknown) <= 2
+    assert all(len(source.asked_at) <= 64 for source in drafter._sources.values())

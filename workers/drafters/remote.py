@@ -21,6 +21,8 @@ from paceline.workers.drafters.colocated import ColocatedDrafter
 
 _MAX_NODES = 256
 _MAX_REOPENED = 3
+_MAX_UNANSWERED = 64
+"""Asks whose times are kept; a worker that never answers must not fill the memory."""
 
 
 @dataclass(slots=True)
@@ -167,6 +169,8 @@ class RemoteDrafter(Drafter):
             return
         source.step += 1
         source.asked_at[source.step] = time.monotonic()
+        if len(source.asked_at) > _MAX_UNANSWERED:
+            source.asked_at.pop(next(iter(source.asked_at)))
         self._send(source, tuple(opens), tuple(advances), ())
 
     def _may_reopen(self, key: str) -> bool:
@@ -202,6 +206,9 @@ class RemoteDrafter(Drafter):
                     break
             found = {key: self._mailbox.pop(key) for key in asked if key in self._mailbox}
             arrived, self._arrived = self._arrived, {}
+            if len(self._mailbox) + len(self._unknown) > 2 * len(self._streams):
+                self._mailbox = {k: v for k, v in self._mailbox.items() if k in self._streams}
+                self._unknown &= self._streams.keys()
         if asked:
             self._metrics.draft_wait_seconds.observe(time.monotonic() - began)
         self._note_answers(arrived)
@@ -231,9 +238,9 @@ class RemoteDrafter(Drafter):
     def deliver(self, incarnation: int, reply: Drafts) -> None:
         """A reply arrived (event loop's thread)."""
         with self._changed:
-            for tree in reply.trees:
-                self._mailbox[tree.request_id] = tree
-            self._unknown.update(reply.unknown)
+            # Streams that ended with their draft on the way are nobody's any more.
+            self._mailbox.update({t.request_id: t for t in reply.trees if t.request_id in self._streams})
+            self._unknown.update(key for key in reply.unknown if key in self._streams)
             self._arrived.setdefault(incarnation, []).append((reply.step, time.monotonic(), reply.version))
             self._changed.notify()
 
