@@ -1,7 +1,7 @@
 """Scenario, seed and index -> the same requests every time.
 
 Four kinds of text decide what speculation is worth: tasks a draft was trained on, tasks it has never seen, edits that
-repeat their own prompt, and text nobody can foresee. Tasks are the held-out items of the bundled pair's generators.
+repeat their own prompt, and text nobody can foresee. Tasks come from the generators of the bundled pair, with words that it has never seen.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Scenario:
 
 
 def task_prompt(domains: Sequence[str]) -> Prompt:
-    """Held-out requests of these domains in turn."""
+    """Requests of these domains in turn, about things that no training has named."""
 
     def prompt(tokenizer: Any, seed: int, index: int) -> list[int]:
         domain = domains[index % len(domains)]
-        item = next(tasks.items(domain, "held_out", seed * 1_000_003 + index))
+        item = next(tasks.items(domain, "new_words", seed * 1_000_003 + index))
         return chat(tokenizer, item.request)
 
     return prompt

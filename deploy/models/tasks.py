@@ -17,7 +17,8 @@ from typing import Literal
 
 from paceline.deploy.models import words
 
-Split = Literal["train", "held_out"]
+Split = Literal["train", "new_words", "held_out"]
+"""new_words: words that no training item has, in known phrasings. held_out: the phrasings are new as well."""
 HELD_OUT_ONE_IN = 5
 
 
@@ -79,11 +80,12 @@ class Draw:
 
     def __init__(self, rng: random.Random, split: Split) -> None:
         self.rng = rng
-        self._held_out = split == "held_out"
+        self._new_words = split != "train"
+        self._new_phrases = split == "held_out"
 
     def phrase(self, phrases: Sequence[str]) -> str:
         """One phrasing; the last of each list is held out."""
-        return phrases[-1] if self._held_out else self.rng.choice(phrases[:-1])
+        return phrases[-1] if self._new_phrases else self.rng.choice(phrases[:-1])
 
     def word(self, pool: Sequence[str]) -> str:
         """One word of the split's part of a pool; in training four in ten are made up.
@@ -91,7 +93,7 @@ class Draw:
         Made-up words never come twice, so they cannot be learnt by heart: what is learnt is to copy.
         """
         word = self.rng.choice(self._part(pool))
-        if self._held_out or self.rng.random() < 0.6:
+        if self._new_words or self.rng.random() < 0.6:
             return word
         made_up = "".join(
             self.rng.choice(_ONSETS) + self.rng.choice("aeiou") + self.rng.choice(_CODAS)
@@ -109,7 +111,7 @@ class Draw:
         return words
 
     def _part(self, pool: Sequence[str]) -> list[str]:
-        return [w for w in pool if (stable_hash(w) % HELD_OUT_ONE_IN == 0) == self._held_out]
+        return [w for w in pool if (stable_hash(w) % HELD_OUT_ONE_IN == 0) == self._new_words]
 
 
 # -- question to SQL -------------------------------------------------------------------------------------

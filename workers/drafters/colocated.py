@@ -14,6 +14,9 @@ from paceline.cluster.types import DraftOpen, DraftTree
 from paceline.workers.draft import DraftEngine
 from paceline.workers.drafters.base import Drafter
 
+_MAX_DROPS = 3
+"""A stream that the draft engine could not hold so often (too long for it, a token it lacks) is left alone."""
+
 
 class ColocatedDrafter(Drafter):
     """Drafts on the engine's own thread."""
@@ -31,6 +34,7 @@ class ColocatedDrafter(Drafter):
         self._floor = floor
         self._known: dict[str, int] = {}
         """Tokens of each stream that the draft engine holds; 0 means it must be told all of them."""
+        self._drops: dict[str, int] = {}
         self._versions: dict[str, str] = {}
 
     def open(self, stream: Stream) -> None:
@@ -46,12 +50,16 @@ class ColocatedDrafter(Drafter):
         trees, dropped = self._engine.propose([s.key for s in asked], self._depth, self._width, self._floor)
         for key in dropped:
             self._known[key] = 0
+            self._drops[key] = self._drops.get(key, 0) + 1
+            if self._drops[key] == _MAX_DROPS:
+                self._known.pop(key)
         found = {tree.request_id: tree for tree in trees}
         return [self._tree(stream, found.get(stream.key)) for stream in streams]
 
     def close(self, stream: Stream) -> None:
         if self._known.pop(stream.key, None) is not None:
             self._engine.close(stream.key)
+        self._drops.pop(stream.key, None)
         self._versions.pop(stream.key, None)
 
     @property
