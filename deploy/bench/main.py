@@ -65,7 +65,7 @@ def run(
         streams=tuple(streams),
         pairs=min(pairs, 3) if quick else pairs,
         max_tokens=min(max_tokens, 64) if quick else max_tokens,
-        block_s=0.1 if quick else 1.0,
+        block_s=0.1 if quick else 0.5,
         samples=min(samples, 2) if quick else samples,
         seed=seed,
         peers=peers,
