@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ import psutil
 from paceline.cluster.config import ClusterConfig, Secrets
 
 RUN_VARIABLE = "PACELINE_RUN"
+SHUTDOWN_S = 20.0
+"""For Serve to end its replicas and its controller; usually it takes two."""
 
 
 def home() -> Path:
@@ -159,16 +162,32 @@ def _start(folder: Path, state: dict[str, Any], ray_folder: Path) -> None:
 
 
 def _stop(ray_folder: Path) -> None:
+    """End Serve, Ray and every process of the run. Serve may wait for ever for a controller that is gone."""
     import ray
     from ray import serve
 
+    is_stuck = False
     if ray.is_initialized():
-        try:
-            serve.shutdown()
-        finally:
+        is_stuck = not _within(serve.shutdown, SHUTDOWN_S)
+        if not is_stuck:
             ray.shutdown()
     end_processes(processes_of(os.environ[RUN_VARIABLE]), 3.0)
     shutil.rmtree(ray_folder, ignore_errors=True)
+    if is_stuck:  # nothing else is left, and Ray's own exit would wait as well
+        print(
+            f"Serve did not shut down within {SHUTDOWN_S:g} s: its processes were ended",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(0)
+
+
+def _within(action: Callable[[], object], limit_s: float) -> bool:
+    """Whether `action` came to its end in time; if not, it is left alone in a thread that keeps nothing alive."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return not thread.is_alive()
 
 
 def _keep_logs(ray_folder: Path, folder: Path) -> None:
