@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import secrets
 from collections.abc import Iterable, Mapping
@@ -27,6 +28,7 @@ class Section(BaseModel):
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
 Threads = Annotated[int, Field(ge=1, le=256)]
+Resources = dict[str, Annotated[float, Field(gt=0, le=1024)]]
 Cpus = Annotated[float, Field(gt=0, le=256)]
 
 
@@ -52,10 +54,24 @@ class GatewayConfig(Section):
     """How long a stream waits with keep-alive comments for a worker to come back before it fails."""
     keepalive_s: Seconds = 2.0
     """Interval of those comments."""
+    drain_s: Annotated[float, Field(ge=0, le=3600)] = 12.0
+    """A gateway or worker that is told to end takes nothing new and lets its streams run for this long. What is left
+    then goes on in other workers; connections left at a gateway are closed."""
+    replicas: Annotated[int, Field(ge=1, le=256)] = 1
+    """Gateways, each on a node of its own, since all listen on the same port."""
     max_body_bytes: Annotated[int, Field(ge=1024, le=1 << 28)] = 4 << 20
     """Larger request bodies are refused with 413 before they are read."""
+    client_timeout_s: Seconds = 30.0
+    """How long a client may take to send its headers, then its body, and to make room for more of its answer."""
+    auth: Literal["auto", "keys", "none"] = "auto"
+    """keys: only requests with an API key are served (`paceline keys`). none: all are. auto: keys are off on loopback,
+    and a gateway that others can reach starts only once there is a key."""
+    keys_file: str = "auto"
+    """Where API keys are kept, as hashes. auto: keys.json in PACELINE_HOME."""
     num_cpus: Cpus = 0.1
     """Ray's share for placement, not a limit."""
+    resources: Resources = {}
+    """Custom Ray resources it takes, to choose its node: {"node:__internal_head__": 0.001} is the head."""
 
 
 class RouterConfig(Section):
@@ -80,6 +96,12 @@ class EngineConfig(Section):
     """Streams in one step."""
     token_budget: Annotated[int, Field(ge=16, le=65536)] = 256
     """Tokens in one step: decode nodes first, prefill chunks fill the rest."""
+    num_gpus: Annotated[float, Field(ge=0, le=256)] = 0.0
+    """Ray's share of GPUs for placement."""
+    resources: Resources = {}
+    """Custom Ray resources that a replica takes: nodes that offer them get this role, for example {decode_node: 1}."""
+    max_per_node: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Replicas of this role on one node, at most; 1 spreads them so that a node's death costs one. 0: no limit."""
 
 
 class PrefillConfig(EngineConfig):
@@ -91,6 +113,8 @@ class DecodeConfig(EngineConfig):
 
     replicas: Annotated[int, Field(ge=1, le=1024)] = 1
     """Processes of this role; at least one."""
+    max_queue: Annotated[int, Field(ge=0, le=65536)] = 64
+    """Streams that may wait in one worker behind its `max_streams`. When all are full, new requests get a 429."""
 
 
 class DraftConfig(EngineConfig):
@@ -109,6 +133,8 @@ class ControlConfig(Section):
     """0 picks a free port, printed at start."""
     num_cpus: Cpus = 0.05
     """Ray's share for placement, not a limit."""
+    resources: Resources = {}
+    """As for the gateway."""
 
 
 class SpeculationConfig(Section):
@@ -131,7 +157,7 @@ class SpeculationConfig(Section):
     """Who proposes, in the order in which they are asked. suffix: copies from the stream's own past, prompt and answer,
     found while the draft worker works. draft: the draft workers."""
     control: Literal["fixed", "measured"] = "measured"
-    """fixed: ask for and verify `depth` x `width` in every step. measured: step times are measured at start, and each
+    """fixed: ask everybody and verify all that comes, in every step. measured: step times are measured at start, and each
     step asks whom and verifies what pays, nothing included."""
 
     @field_validator("sources", mode="before")
@@ -149,7 +175,12 @@ class LinkConfig(Section):
     """Connections between workers: frames and KV."""
 
     interface: str = "127.0.0.1"
-    """Address all worker sockets bind to: frames, the link store and gloo's device. Never 0.0.0.0."""
+    """What all worker sockets bind to: frames, the link store and gloo's device. An address; `node`, the address by
+    which Ray knows each node; or a network such as 10.1.0.0/16, in which each node has one. Never all interfaces."""
+    backend: Literal["gloo", "strict_fifo"] = "gloo"
+    """What carries KV. strict_fifo: gloo that also refuses what NCCL would not survive; for tests."""
+    overlap: bool = True
+    """Compute a prompt's next layers while the last ones are sent. Off to see what that is worth."""
     timeout_s: Annotated[float, Field(ge=0.2, le=60)] = 3.0
     """A KV message that takes longer poisons its link; the hand-off falls back to local prefill."""
     lease_s: Annotated[float, Field(ge=0.2, le=600)] = 4.0
@@ -160,6 +191,20 @@ class LinkConfig(Section):
     """An idle connection sends a ping this often."""
     dead_s: Annotated[float, Field(ge=0.2, le=600)] = 4.0
     """A peer silent for this long is dead."""
+
+    @field_validator("interface")
+    @classmethod
+    def _one_interface(cls, value: str) -> str:
+        try:
+            ok = value == "node" or not ipaddress.ip_network(value).network_address.is_unspecified
+        except ValueError:
+            ok = False
+        if not ok:
+            raise ValueError(
+                f"link.interface={value!r}: expected an address, `node` or a network such as 10.1.0.0/16, "
+                "and not all interfaces"
+            )
+        return value
 
     @model_validator(mode="after")
     def _pings_before_death(self) -> LinkConfig:

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Response
 
-from paceline.cluster import wire
+from paceline.cluster import failpoints, wire
 from paceline.cluster.config import ClusterConfig
 from paceline.cluster.metrics import Metrics, merge
 from paceline.cluster.types import Directory, Message, Snapshot, WorkerInfo
@@ -40,6 +40,8 @@ class Control:
 
     def on_message(self, peer: wire.Peer, message: Message) -> None:
         if isinstance(message, Snapshot):
+            if failpoints.enabled:
+                failpoints.hit("snapshot")
             self._snapshots[message.worker.worker_id] = (time.monotonic(), message)
 
     def on_peer_lost(self, peer: wire.Peer) -> None:

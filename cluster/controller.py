@@ -2,13 +2,9 @@
 
 The rate of a step with n draft nodes is (B + sum of their chances) / T(B + n). Chances are path products of
 calibrated scores, so taking nodes in descending order always takes a parent before its child, and the best n is found
-by one scan (T has steps, so no early stop). What a draft costs in waiting is spent before its nodes are seen; whether
-to ask for one at all is therefore a second decision, made from what asking brought lately. Together they bound the
-loss on text nobody can draft: a source that does not pay is tried again only after 8, 16 ... 512 steps.
-
-A trial is two steps, since a source that was not asked has to catch up first and only the second step shows what it
-can do, and in it the source's own scores are believed: calibrated ones are low because it was bad, nodes with low
-scores are not verified, and what is not verified would never be found to have become good.
+by one scan (T has steps, so no early stop). Whether to ask for drafts at all is decided before, in
+`paceline.cluster.asking`. In its trials a source's own scores are believed: calibrated ones are low because it was
+bad, nodes with low scores are not verified, and what is not verified would never be found to have become good.
 
 Source of the tree rule: Sequoia (Chen et al. 2402.12374) for path products; SmartSpec (Liu et al. 2406.14066) for
 goodput; here the tree is cut over all streams of the batch at once.
@@ -16,12 +12,12 @@ goodput; here the tree is cut over all streams of the batch at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from paceline.cluster.asking import Worth
 from paceline.cluster.speculation import Tree
 from paceline.cluster.types import SOURCE_NAMES
 
@@ -173,25 +169,6 @@ def _add(counters: FloatArray, cells: IntArray, values: FloatArray | float, deca
     np.add.at(counters, cells, values)
 
 
-_FIRST_PAUSE = 8
-_LONGEST_PAUSE = 512
-_TRIAL = 2
-"""Steps in a row for which a paused source is asked."""
-
-
-@dataclass(slots=True)
-class _Gate:
-    """One drafter's balance: tokens it brought a step against seconds it cost."""
-
-    gain: float = 1.0
-    """Accepted tokens a step and drafting stream, smoothed; optimistic at first, so that it is tried."""
-    wait_s: float = 0.0
-    pause: int = 0
-    next_pause: int = _FIRST_PAUSE
-    trial: int = 0
-    """Steps left of asking although it does not seem to pay: in the first it catches up, the second counts."""
-
-
 class Controller:
     """One engine's decisions. Plain data in and out; the clock is the caller's."""
 
@@ -199,71 +176,64 @@ class Controller:
         self.cost = cost
         self._max_nodes = max_nodes
         self._calibration = Calibration()
-        self._gates: dict[str, _Gate] = {}
+        self._worths: dict[str, Worth] = {}
 
     # -- whether to ask ----------------------------------------------------------------------------------
 
-    def should_ask(self, name: str, num_streams: int, num_others: int = 0) -> bool:
-        """Whether drafter `name` is worth asking for the next step of this many streams.
+    def ask_for(
+        self,
+        name: str,
+        streams: Sequence[str],
+        found: Sequence[float] = (),
+        num_others: int = 0,
+        *,
+        is_free: bool = False,
+    ) -> list[int]:
+        """Indices of the streams for which drafter `name` is worth asking next; see `Worth`."""
+        worth = self._worth(name, is_free)
+        return worth.ask_for(streams, found or [0.0] * len(streams), num_others)
 
-        `num_others` are streams of the same step that want no drafts: they wait for them all the same.
-        """
-        gate = self._gates.setdefault(name, _Gate())
-        if gate.trial == _TRIAL:
-            gate.trial = 1
-            return True
-        gate.trial = 0
-        if gate.pause > 0:
-            gate.pause -= 1
-            return False
-        if self._pays(gate, num_streams, num_others):
-            return True
-        # A short trial, then a longer pause: a source that begins to pay is found again.
-        gate.trial = _TRIAL
-        gate.pause = gate.next_pause
-        gate.next_pause = min(_LONGEST_PAUSE, gate.next_pause * 2)
-        return True
+    def asked(self, name: str, wait_s: float, gained: Mapping[str, float]) -> None:
+        """What asking `name` in a step cost, and what each stream had of it; see `Worth.asked`."""
+        self._worth(name).asked(wait_s, gained)
 
-    def _pays(self, gate: _Gate, num_streams: int, num_others: int) -> bool:
-        drafting = max(1, num_streams)
-        plain = drafting + num_others
-        nodes = drafting * max(1.0, gate.gain)
-        seconds = float(self.cost(plain + nodes)) + gate.wait_s
-        return (plain + drafting * gate.gain) / seconds > plain / float(self.cost(plain))
+    def _worth(self, name: str, is_free: bool = False) -> Worth:
+        if name not in self._worths:
+            self._worths[name] = Worth(self.cost, is_free=is_free)
+        return self._worths[name]
 
-    def asked(self, name: str, wait_s: float, gained: float, num_streams: int, num_others: int = 0) -> None:
-        """What asking `name` in a step cost, and the tokens of its that were accepted in it."""
-        gate = self._gates.setdefault(name, _Gate())
-        if gate.trial == _TRIAL:
-            return  # it caught up
-        now = _Gate(gained / max(1, num_streams), wait_s)
-        weight = 0.5 if gate.trial else 0.1  # trials are rare: each must count
-        gate.wait_s += weight * (now.wait_s - gate.wait_s)
-        gate.gain += weight * (now.gain - gate.gain)
-        if self._pays(gate, num_streams, num_others) or (
-            gate.trial and self._pays(now, num_streams, num_others)
-        ):
-            gate.next_pause = _FIRST_PAUSE
-            gate.pause = 0
+    def is_trial(self, stream: str) -> bool:
+        """Whether somebody is tried for the stream's next step."""
+        return any(worth.is_trial(stream) for worth in self._worths.values())
+
+    def close(self, stream: str) -> None:
+        """The stream ended: what it was like is forgotten."""
+        for worth in self._worths.values():
+            worth.close(stream)
 
     def reset(self, name: str, source: int) -> None:
         """`name` drafts with other weights now: what was learnt of it and of its nodes no longer counts."""
-        self._gates.pop(name, None)
+        self._worths.pop(name, None)
         self._calibration.forget(source)
 
     # -- how much to verify ------------------------------------------------------------------------------
 
-    def choose(self, trees: Sequence[Tree | None], num_others: int = 0) -> list[Tree | None]:
+    def choose(
+        self, trees: Sequence[Tree | None], num_others: int = 0, believed: Sequence[bool] = ()
+    ) -> list[Tree | None]:
         """Cut all streams' trees to the nodes that maximise expected tokens per second; None where nothing is left.
 
         `trees` has one entry for each stream that is caught up and wants drafts, `num_others` are those that do not.
+        `believed`: whose trees' own scores count, not what became of such scores before; none if not given.
         """
         present = [tree for tree in trees if tree is not None]
         if not present:
             return [None] * len(trees)
         forest = Forest(present)
-        is_trial = any(gate.trial for gate in self._gates.values())
-        scores = np.asarray(forest.scores, np.float64) if is_trial else self._calibration.estimate(forest)
+        scores = self._calibration.estimate(forest)
+        if any(believed):
+            is_believed = [is_so for is_so, tree in zip(believed, trees, strict=True) if tree is not None]
+            scores = np.where(np.repeat(is_believed, [len(tree) for tree in present]), forest.scores, scores)
         products = forest.products(scores)
         self._calibration.fade()
         order = np.argsort(-products, kind="stable")[: min(self._max_nodes, len(forest) - len(present))]

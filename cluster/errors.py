@@ -8,6 +8,7 @@
     |- TransferError          KV did not arrive whole, from the right request and incarnation
     |  `- LinkPoisoned        the process group of a link timed out and must be rebuilt
     |- Unavailable            no worker of a needed role lives (an HTTP 503)
+    |- Overloaded             more is asked for than the queues hold (an HTTP 429)
     `- IntegrityError         a pool's books do not add up: a defect of ours
 
 Users catch `PacelineError`. `assert` is kept for what only we can break.
@@ -58,6 +59,14 @@ class LinkPoisoned(TransferError):
 
 class Unavailable(PacelineError):
     """No worker of a role this request needs is alive, and waiting longer was not allowed."""
+
+
+class Overloaded(PacelineError):
+    """The queues of all decode workers are full; the request was not begun. `retry_after_s` is measured."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class IntegrityError(PacelineError):

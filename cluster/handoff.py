@@ -1,4 +1,4 @@
-"""Reserve, KVReady, Commit -> a prompt's KV that is whole and from the right sender, or nothing.
+"""Reserve, KVReady, Commit -> a prompt's KV that is whole and from the right sender, or nothing; who sends which heads.
 
 The receiving (decode) side's state of one hand-off. Ownership of the destination blocks, by state:
 
@@ -14,10 +14,53 @@ incarnation finds no open hand-off and is refused.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import groupby
 
-from paceline.cluster.types import Commit, KVReady, Reserve
+from paceline.cluster.types import Commit, HeadRange, KVPart, KVReady, Reserve
+
+
+def head_ranges(num_kv_heads: int, tp_size: int) -> tuple[HeadRange, ...]:
+    """The KV heads that each of `tp_size` ranks holds: those its share of the query heads reads.
+
+    Where the one number does not divide the other, neighbours hold a head twice: 2 heads on 4 ranks are 0, 0, 1, 1.
+    """
+    bounds = [
+        (rank * num_kv_heads // tp_size, -(-(rank + 1) * num_kv_heads // tp_size)) for rank in range(tp_size)
+    ]
+    return tuple(HeadRange(start, stop - start) for start, stop in bounds)
+
+
+def exchange(sender: Sequence[HeadRange], receiver: Sequence[HeadRange]) -> tuple[KVPart, ...]:
+    """What each sending rank gives to each receiving rank, so that each of those gets each of its heads once.
+
+    Of several senders that hold a head the one gives it whose place among the senders is nearest to the receiver's among
+    the receivers: equal degrees pair rank with rank, and copies share the work.
+
+    Raises:
+        ValueError: no sender holds a head that a receiver needs.
+
+    >>> [(p.sender_rank, p.receiver_rank, p.head_start, p.num_heads)
+    ...  for p in exchange(head_ranges(4, 1), head_ranges(4, 2))]
+    [(0, 0, 0, 2), (0, 1, 2, 2)]
+    """
+    parts = []
+    for rank, wanted in enumerate(receiver):
+        place = rank / len(receiver)
+
+        def giver(head: int, place: float = place) -> int:
+            holders = [i for i, held in enumerate(sender) if held.start <= head < held.start + held.num]
+            if not holders:
+                raise ValueError(f"no sender holds KV head {head}")
+            return min(holders, key=lambda i: (abs(i / len(sender) - place), i))
+
+        heads = range(wanted.start, wanted.start + wanted.num)
+        for giving_rank, group in groupby(heads, giver):
+            given = list(group)
+            parts.append(KVPart(giving_rank, rank, given[0], len(given)))
+    return tuple(parts)
 
 
 class HandoffState(Enum):
@@ -41,15 +84,16 @@ class Handoff:
     """When the receiver stops waiting: moved on by every sign of progress."""
     state: HandoffState = HandoffState.EXPECTED
     reason: str = ""
-    link_key: str = ""
+    parts: tuple[KVPart, ...] = ()
+    """Heads and the links they come over; set with the reservation."""
     announced: int = 0
     received: int = 0
     num_bytes: int = 0
     commit: Commit | None = None
+    num_skipped: int = 0
+    """Leading tokens that are not sent: the receiver has their KV."""
     _next_start: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._next_start = [0] * self.num_layers
+    """The token that each layer of each part goes on with, part after part."""
 
     @property
     def is_open(self) -> bool:
@@ -65,34 +109,53 @@ class Handoff:
             return "closed"
         return ""
 
-    def reserve(self, message: Reserve, link_key: str, deadline: float) -> str:
-        """EXPECTED -> STREAMING. Returns why not, or an empty string."""
+    def refuses_reserve(self, message: Reserve) -> str:
+        """Why `reserve` would refuse this message; empty if it would not."""
         refusal = self.refuses(message.epoch, message.sender_incarnation)
         if not refusal and self.state is not HandoffState.EXPECTED:
             refusal = "reserved_twice"
         if not refusal and message.num_tokens != self.num_tokens:
             refusal = "wrong_length"
+        return refusal
+
+    def reserve(
+        self, message: Reserve, parts: tuple[KVPart, ...], deadline: float, *, num_skipped: int = 0
+    ) -> str:
+        """EXPECTED -> STREAMING: tokens from `num_skipped` on are awaited. Returns why not, or an empty string."""
+        refusal = self.refuses_reserve(message)
         if not refusal:
             self.state = HandoffState.STREAMING
-            self.link_key = link_key
+            self.parts = parts
+            self.num_skipped = num_skipped
+            self._next_start = [num_skipped] * (self.num_layers * len(parts))
             self.deadline = deadline
         return refusal
 
+    def uses(self, link_key: str) -> bool:
+        """Some of its heads come over this link."""
+        return any(part.link_key == link_key for part in self.parts)
+
     def announce(self, message: KVReady, deadline: float) -> str:
-        """A message can be received. Each layer must arrive in order, without gap or overlap."""
+        """A message can be received. Each layer of each part must arrive in order, without gap or overlap."""
         refusal = self.refuses(message.epoch)
         if refusal:
             return refusal
-        if self.state is not HandoffState.STREAMING or message.link_key != self.link_key:
+        if self.state is not HandoffState.STREAMING or not self.uses(message.link_key):
             return "not_reserved"
-        if not 0 <= message.layer < self.num_layers or message.num_tokens < 1:
+        heads = (message.link_key, message.head_start, message.num_heads)
+        index = next(
+            (i for i, p in enumerate(self.parts) if (p.link_key, p.head_start, p.num_heads) == heads), None
+        )
+        if index is None or message.num_tokens < 1 or message.num_layers < 1:
             return "bad_range"
-        if (
-            message.start != self._next_start[message.layer]
-            or message.start + message.num_tokens > self.num_tokens
-        ):
+        if message.layer < 0 or message.layer + message.num_layers > self.num_layers:
             return "bad_range"
-        self._next_start[message.layer] += message.num_tokens
+        first = index * self.num_layers + message.layer
+        layers = slice(first, first + message.num_layers)
+        stop = message.start + message.num_tokens
+        if stop > self.num_tokens or any(start != message.start for start in self._next_start[layers]):
+            return "bad_range"
+        self._next_start[layers] = [stop] * message.num_layers
         self.announced += 1
         self.deadline = deadline
         return ""
@@ -108,6 +171,8 @@ class Handoff:
         refusal = self.refuses(message.epoch, message.sender_incarnation)
         if refusal:
             return refusal
+        if self.state is not HandoffState.STREAMING:
+            return "not_reserved"
         if message.num_messages != self.announced or message.num_tokens != self.num_tokens:
             return "incomplete"
         if any(covered != self.num_tokens for covered in self._next_start):

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import structlog
 
-from paceline.cluster import wire
+from paceline.cluster import failpoints, wire
 from paceline.cluster.config import LinkConfig
 from paceline.cluster.errors import WireError
 from paceline.cluster.types import Directory, Message, Register, Role, Snapshot, WorkerInfo
@@ -54,10 +54,14 @@ class Member:
         secret: bytes,
         resident: Resident,
         resolve: ResolveRouter,
+        *,
+        node: str = "",
     ) -> None:
+        """`node` names the machine this process runs on; its host's name if not given."""
         self.me = me
         self.role = role
         self.directory = Directory(0, ())
+        self._node = node or socket.gethostname()
         self._link = link
         self._liveness = wire.Liveness(link.ping_s, link.dead_s)
         self._secret = secret
@@ -102,7 +106,7 @@ class Member:
             host=self._listener.host,
             port=self._listener.port,
             pid=os.getpid(),
-            node=socket.gethostname(),
+            node=self._node,
         )
         return self._resident.describe(bare)
 
@@ -200,6 +204,8 @@ class Member:
         """Push a snapshot to control each second, wherever it is. Serving never waits for it."""
         while True:
             await asyncio.sleep(1.0)
+            if failpoints.enabled:
+                failpoints.hit("beat")
             control = next((w for w in self.directory.workers if w.role == "control"), None)
             if control is None or control.incarnation == self.me.incarnation:
                 continue

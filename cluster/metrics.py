@@ -28,6 +28,9 @@ class Metrics:
         self.recoveries = self._counter(
             "stream_recoveries_total", "Streams moved to another attempt.", "reason"
         )
+        self.turned_away = self._counter(
+            "streams_turned_away_total", "Streams refused before they began, by reason.", "reason"
+        )
         self.forward = Gauge(
             "paceline_forward_info",
             "1 for the forward a worker runs: lean, or transformers and why not lean.",
@@ -70,7 +73,23 @@ class Metrics:
         self.draft_round_trip_seconds = self._histogram(
             "draft_round_trip_seconds", "Asking a draft worker to having its answer."
         )
-        self.draft_replies = self._counter("draft_replies_total", "Draft replies by outcome.", "outcome")
+        self.draft_ahead = self._counter(
+            "draft_ahead_total",
+            "Streams asked for that were drafted ahead: hit if the target's tokens were those foretold, else miss; "
+            "paused: those that could not be, for no core was spare.",
+            "outcome",
+        )
+        self.draft_levels = self._counter(
+            "draft_levels_total",
+            "Levels a draft worker drafted: asked for, ahead, and those of the latter that were wasted.",
+            "kind",
+        )
+        self.draft_replies = self._counter(
+            "draft_replies_total",
+            "Streams that a step wanted drafts for, by what came: used; rerooted (late, its rest used); late (nothing "
+            "in time, or of no use any more); malformed; unknown (to its draft worker); unasked (it had none).",
+            "outcome",
+        )
         self.kv_prompts = self._counter(
             "kv_prompts_total", 'Prompts by the way their KV came: "link", or "local:<reason>".', "source"
         )
@@ -80,6 +99,19 @@ class Metrics:
             "kv_messages_refused_total", "KV messages refused, by reason.", "reason"
         )
         self.kv_links = self._counter("kv_links_total", "Links by event.", "event")
+        self.kv_messages = self._counter("kv_messages_total", "KV messages by direction.", "direction")
+        self.kv_skipped_tokens = self._counter(
+            "kv_skipped_tokens_total",
+            "Prompt tokens that were not sent: their KV was in the decode worker's prefix cache.",
+        )
+        self.kv_digest_seconds = self._counter(
+            "kv_digest_seconds_total", "Time spent on digests of KV messages, by direction.", "direction"
+        )
+        self.kv_exposed_seconds = self._histogram(
+            "kv_exposed_seconds",
+            "Prompt computed to hand-off acknowledged, on the prefill worker's clock: what sending adds to the "
+            "time to the first token, and the acknowledgement's way back.",
+        )
         self.handoff_seconds = self._histogram("kv_handoff_seconds", "Reservation to commit of one hand-off.")
         self.blocks = Gauge("paceline_kv_blocks", "KV blocks by state.", ["state"], registry=self.registry)
         self.streams = Gauge("paceline_streams", "Streams in this worker.", registry=self.registry)

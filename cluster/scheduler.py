@@ -287,6 +287,26 @@ class Scheduler:
         stream.num_shared = stream.num_computed // self._pool.block_size
         return True
 
+    def num_cached(self, stream: Stream) -> int:
+        """Tokens of a stream without blocks that the cache holds now."""
+        if self._cache_version is None or stream.request.needs_prompt_logits:
+            return 0
+        num_blocks = (stream.num_tokens - 1) // self._pool.block_size
+        return self._pool.peek(self._hashes(stream, num_blocks)[:num_blocks]) * self._pool.block_size
+
+    def reserve(self, stream: Stream, num_tokens: int) -> bool:
+        """Blocks for a blocked stream's first tokens, those the cache holds among them; False, taking none, if full.
+
+        `num_computed` says where its KV has to come from elsewhere.
+        """
+        assert stream.is_blocked
+        self._adopt(stream)
+        if self._pool.try_extend(stream.key, num_tokens):
+            return True
+        self._pool.free(stream.key)
+        stream.restart()
+        return False
+
     def share(self, stream: Stream) -> None:
         """Offer the blocks that the stream has completed since to the prefix cache. Call it after each commit.
 

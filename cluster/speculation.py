@@ -89,6 +89,16 @@ class Tree:
         parents = where[self.parents[nodes]]
         return Tree(self.tokens[nodes], parents, self.depths[nodes], self.sources[nodes], self.scores[nodes])
 
+    def common(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens the tree has, one behind the other from its root."""
+        at = 0
+        for num, token in enumerate(tokens):
+            children = np.flatnonzero((self.parents == at) & (self.tokens == token))
+            if len(children) == 0:
+                return num
+            at = int(children[0])
+        return len(tokens)
+
     def path_products(self) -> npt.NDArray[np.float32]:
         """float32 [N]: product of the scores from the root to each node, the chance that it ends up accepted."""
         products = self.scores.copy()
@@ -163,6 +173,27 @@ def is_tree(tokens: Sequence[int], parents: Sequence[int], scores: Sequence[floa
     )
 
 
+def reroot(tokens: Sequence[int], parents: Sequence[int], path: Sequence[int]) -> list[tuple[int, int]]:
+    """The subtree behind `path`, of a tree as drafts travel: (old index, new parent) of its nodes, in order.
+
+    Empty if the tree does not hold the path, or nothing behind it.
+
+    >>> reroot((7, 8, 9, 5), (-1, 0, 1, 0), [7])            # 7 -> 8 -> 9, 7 -> 5
+    [(1, -1), (2, 0), (3, -1)]
+    """
+    at = -1
+    for token in path:
+        steps = (i for i in range(at + 1, len(tokens)) if parents[i] == at and tokens[i] == token)
+        at = next(steps, len(tokens))
+    where = {at: -1}
+    nodes: list[tuple[int, int]] = []
+    for node in range(at + 1, len(tokens)):
+        if parents[node] in where:
+            where[node] = len(nodes)
+            nodes.append((node, where[parents[node]]))
+    return nodes
+
+
 def prefix_hash(token_ids: Sequence[int] | IntArray) -> int:
     """64-bit hash of the last 64 tokens: enough to tell that two sides disagree about a stream, cheap per step."""
     tail = np.asarray(token_ids[-64:], np.int32)
@@ -172,33 +203,71 @@ def prefix_hash(token_ids: Sequence[int] | IntArray) -> int:
 class DraftPatience:
     """Round trips of a draft worker -> how long the next step may wait for it.
 
-    A worker that answers in time is waited for up to twice its smoothed round trip. One that misses is waited for
-    in the 2nd, 4th, 8th ... step after the miss only, so a hung worker costs a vanishing share of the steps, and one
-    that comes back is trusted again at its first timely answer.
+    A worker that answers is waited for up to twice its smoothed round trip. One that misses is not waited for again
+    until it answers: a worker that hangs, however long, costs one wait. Its late answer tells how slow it is now, and
+    the next step waits that long, unless that is past the limit.
     """
 
     def __init__(self, max_wait_s: float) -> None:
         self._max_wait_s = max_wait_s
         self._smoothed_s = max_wait_s / 2
-        self._skip = 0
-        self._next_skip = 1
+        self._is_trusted = True
 
     def wait_s(self) -> float:
         """Seconds the coming step may wait; 0 while the worker is out of favour."""
-        if self._skip > 0:
-            self._skip -= 1
+        if not self._is_trusted:
             return 0.0
         return min(self._max_wait_s, 2.0 * self._smoothed_s + 1e-3)
 
     def answered(self, round_trip_s: float) -> None:
-        """A reply arrived in time."""
-        self._smoothed_s += 0.2 * (round_trip_s - self._smoothed_s)
-        self._next_skip = 1
-        self._skip = 0
+        """A reply arrived, in time or not."""
+        if self._is_trusted:
+            self._smoothed_s += 0.2 * (round_trip_s - self._smoothed_s)
+        else:
+            # It missed: it may have become slower for good, and no average of faster times would tell.
+            self._smoothed_s = max(self._smoothed_s, round_trip_s)
+            self._is_trusted = round_trip_s <= self._max_wait_s
+            if not self._is_trusted:
+                self._smoothed_s = self._max_wait_s / 2
 
     def missed(self) -> None:
         """The deadline passed without a reply."""
-        # It may have become slower for good: only a longer wait can tell.
-        self._smoothed_s = min(self._max_wait_s / 2, 2 * self._smoothed_s)
-        self._skip = self._next_skip
-        self._next_skip = min(1024, self._next_skip * 2)
+        self._is_trusted = False
+
+
+class SpareCore:
+    """Wall and CPU seconds of work that nobody asked for -> whether it may go on.
+
+    Work that is kept waiting for its core takes longer than it computes: others want the core, and they are the ones
+    who serve. Then it pauses for a second, twice as long each time it finds that again, a minute at most.
+    """
+
+    def __init__(self, least_share: float = 0.95) -> None:
+        self._least_share = least_share
+        self._wall_s = 0.0
+        self._cpu_s = 0.0
+        self._resume_at = 0.0
+        self._pause_s = _FIRST_PAUSE_S
+
+    def may_work(self, now: float) -> bool:
+        """Whether a core seems to be spare; `now` in seconds of a monotonic clock."""
+        return now >= self._resume_at
+
+    def worked(self, now: float, wall_s: float, cpu_s: float) -> None:
+        """A piece of such work took so long, and computed so long."""
+        self._wall_s += wall_s
+        self._cpu_s += cpu_s
+        if self._wall_s < _TRIAL_S:
+            return
+        if self._cpu_s < self._least_share * self._wall_s:
+            self._resume_at = now + self._pause_s
+            self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s)
+        else:
+            self._pause_s = _FIRST_PAUSE_S
+        self._wall_s = self._cpu_s = 0.0
+
+
+_TRIAL_S = 0.02
+"""Work that is looked at together: long enough for a scheduler's time slices to even out."""
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 64.0

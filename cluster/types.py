@@ -139,10 +139,21 @@ class Route(Struct, frozen=True):
     avoid: tuple[int, ...] = ()
     needs_prompt_logits: bool = False
     """A prefill worker would be of no use."""
+    marks: bytes = b""
+    """Of the leading blocks of its tokens (`paceline.cluster.prefixes`): who holds KV of them?"""
+    is_new: bool = False
+    """Nothing was done for it yet: it may be turned away."""
+    digest: bytes = b""
+    """What the request asks for; a quarantined one is turned away."""
+    alone: bool = False
+    """It was in flight at several crashes: give it a worker that serves nobody else meanwhile."""
 
 
 class Assignment(Struct, frozen=True):
-    """router -> gateway. `prefill` None means the decode worker computes the prompt itself."""
+    """router -> gateway. `prefill` None means the decode worker computes the prompt itself.
+
+    Without a decode worker, `reason` says why: one of the NO_* below.
+    """
 
     request_id: str
     epoch: int
@@ -150,6 +161,34 @@ class Assignment(Struct, frozen=True):
     prefill: WorkerInfo | None = None
     draft: WorkerInfo | None = None
     reason: str = ""
+    retry_after_s: float = 0.0
+    """With NO_ROOM: when there should be some."""
+
+
+NO_WORKER = "no decode worker is ready"
+NO_ROOM = "all decode workers' queues are full"
+NO_PROBATION = "no decode worker has run dry yet"
+QUARANTINED = "quarantined"
+
+
+class Progress(Struct, frozen=True):
+    """gateway -> router: whom an attempt keeps busy now, by incarnation; 0 is nobody, two zeros are its end.
+
+    Sent with the first tokens (the prefill worker is done), at the end, and for all attempts to a new router.
+    """
+
+    request_id: str
+    epoch: int
+    decode: int = 0
+    prefill: int = 0
+    num_prefill: int = 0
+    """Prompt tokens that the prefill worker was given."""
+
+
+class Quarantine(Struct, frozen=True):
+    """gateway -> router: what these requests ask for ended workers again and again; serve none of that for a while."""
+
+    digests: tuple[bytes, ...]
 
 
 # --- gateway <-> workers --------------------------------------------------------------------------------
@@ -164,7 +203,8 @@ class Generate(Struct, frozen=True):
     prefill: WorkerInfo | None = None
     draft: WorkerInfo | None = None
     local_reason: str = ""
-    """Why there is no prefill worker: "short" prompt, "prompt_logits" wanted, or none is ready."""
+    """Why there is no prefill worker: "short" prompt, "prefix_hit", "prompt_logits" wanted, "prefill_busy" with other
+    prompts, "probation" of the stream, or "no_prefill_worker" that is ready."""
 
 
 class Prefill(Struct, frozen=True):
@@ -226,6 +266,10 @@ class Delta(Struct, frozen=True):
     """Of these tokens, if the request asked."""
     prompt_logprobs: Logprobs | None = None
     """Of the prompt without its first token, with the first output tokens of an attempt, if the request asked."""
+    kv_skipped_tokens: int = 0
+    """Tokens of the prompt whose KV was here already and was not sent. Set with `kv_source`, as is the next."""
+    kv_exposed_s: float = 0.0
+    """Seconds the stream waited for its KV after the prefill worker had said that all of it was announced."""
 
 
 class Deltas(Struct, frozen=True):
@@ -247,6 +291,23 @@ class KVLayout(Struct, frozen=True):
     model_version: str
 
 
+class HeadRange(Struct, frozen=True):
+    """KV heads [start, start + num) of all layers: what one rank holds."""
+
+    start: int
+    num: int
+
+
+class KVPart(Struct, frozen=True):
+    """What one sending rank has to give to one receiving rank, over a link of their own."""
+
+    sender_rank: int
+    receiver_rank: int
+    head_start: int
+    num_heads: int
+    link_key: str = ""
+
+
 class Reserve(Struct, frozen=True):
     """prefill -> decode, just before computing: make room for this many tokens."""
 
@@ -256,14 +317,19 @@ class Reserve(Struct, frozen=True):
     sender_incarnation: int
     num_tokens: int
     layout: KVLayout
+    heads: tuple[HeadRange, ...]
+    """What each of the sender's ranks holds."""
 
 
 class Grant(Struct, frozen=True):
-    """decode -> prefill: room is made; connect the link named here if it is not up yet."""
+    """decode -> prefill: room is made; connect the links named here that are not up yet."""
 
     request_id: str
     epoch: int
-    link_key: str
+    start: int
+    """The KV of the tokens before this one is here already: send what follows."""
+    parts: tuple[KVPart, ...]
+    """Who sends which heads to whom: together they are what the receiver's ranks hold, each head once."""
     store_host: str
     store_port: int
 
@@ -278,17 +344,22 @@ class Refuse(Struct, frozen=True):
 
 
 class KVReady(Struct, frozen=True):
-    """prefill -> decode: message `seq` of link `link_key` can be received: one layer of one chunk."""
+    """prefill -> decode: message `seq` of link `link_key` can be received: some layers and heads of one chunk."""
 
     request_id: str
     epoch: int
     link_key: str
-    seq: int
     layer: int
+    """The first of `num_layers`."""
+    num_layers: int
+    head_start: int
+    num_heads: int
     start: int
+    """The first of `num_tokens`."""
     num_tokens: int
-    digest: bytes
-    """Keyed BLAKE2b-128 over request, epoch, layer, range and the bytes in the source pool."""
+    seq: int = 0
+    digest: bytes = b""
+    """BLAKE3-128 over all of the above but `seq`, and over the bytes from the source pool; keyed for this pair."""
 
 
 class Credit(Struct, frozen=True):
@@ -300,7 +371,7 @@ class Credit(Struct, frozen=True):
 
 
 class Commit(Struct, frozen=True):
-    """prefill -> decode: all messages of this hand-off were announced."""
+    """prefill -> decode: all messages of this hand-off were announced, on all its links."""
 
     request_id: str
     epoch: int
@@ -430,7 +501,7 @@ class Ping(Struct, frozen=True):
 
 
 Message = (
-    Register | Directory | Route | Assignment | Generate | Prefill | PrefillLost | Cancel | Deltas
+    Register | Directory | Route | Assignment | Progress | Quarantine | Generate | Prefill | PrefillLost | Cancel | Deltas
     | Reserve | Grant | Refuse | KVReady | Credit | Commit | CommitAck | Abort
     | DraftAsk | Drafts | Snapshot | Hello | Welcome | Proof | Ping
 )  # fmt: skip

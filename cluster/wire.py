@@ -97,6 +97,8 @@ class Peer(asyncio.Protocol):
         self._last_sent = self._began = self._last_received
         self._timer: asyncio.TimerHandle | None = None
         self.identity: Identity | None = None
+        self.session_key = b""
+        """32 bytes that only the two ends of this connection know: fresh for each, and never sent."""
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self.close_reason = ""
 
@@ -204,6 +206,7 @@ class Peer(asyncio.Protocol):
             self.close("the listening side does not know the link secret")
             return
         self.send(Proof(_prove(self._secret, "connecting", self._hello, them, welcome.nonce)))
+        self.session_key = _prove(self._secret, "session", self._hello, them, welcome.nonce)
         self._open(them)
 
     def _finish_listening(self, proof: Proof) -> None:
@@ -212,6 +215,7 @@ class Peer(asyncio.Protocol):
         if not hmac.compare_digest(expected, proof.proof):
             self.close("the connecting side does not know the link secret")
             return
+        self.session_key = _prove(self._secret, "session", self._hello, self._me, self._nonce)
         self._open(Identity(self._hello.worker_id, self._hello.incarnation))
 
     def _open(self, identity: Identity) -> None:

@@ -10,41 +10,60 @@ from typing import Any
 from ray import serve
 from ray.serve import Application
 
-from paceline.cluster.config import ClusterConfig, Secrets
+from paceline.cluster.config import ClusterConfig, ControlConfig, GatewayConfig, Secrets
 from paceline.deploy import replicas
+from paceline.deploy.placement import engine_placement, placement
 
 APP_NAME = "paceline"
 
 
 def build_app(config: ClusterConfig, secrets: Secrets) -> Application:
     """The whole graph. Workers find each other through the router's directory; Serve only tells them where it is."""
-    router = _deploy(replicas.RouterReplica, 1, config.router.num_cpus).bind(config, secrets)
-    control = _deploy(replicas.ControlReplica, 1, config.control.num_cpus).bind(config, secrets, router)
+    grace_s = config.gateway.drain_s
+    router = _deploy(
+        replicas.RouterReplica, grace_s, **placement({"num_cpus": config.router.num_cpus}, 1, 0)
+    ).bind(config, secrets)
+    control = _deploy(replicas.ControlReplica, grace_s, **_listener(config.control, 1)).bind(
+        config, secrets, router
+    )
     kinds = (
         (replicas.PrefillReplica, config.prefill),
         (replicas.DecodeReplica, config.decode),
         (replicas.DraftReplica, config.draft),
     )
     engines = [
-        _deploy(kind, engine.replicas, engine.num_cpus, threads=engine.threads).bind(config, secrets, router)
+        _deploy(kind, grace_s, threads=engine.threads, **engine_placement(engine)).bind(
+            config, secrets, router
+        )
         for kind, engine in kinds
         if engine.replicas > 0
     ]
-    gateway = _deploy(replicas.GatewayReplica, 1, config.gateway.num_cpus)
+    placed = _listener(config.gateway, config.gateway.replicas)
     # The root deployment must hold the others for Serve to deploy them; it uses the router's handle only.
-    return gateway.bind(config, secrets, router, [control, *engines])
+    return _deploy(replicas.GatewayReplica, grace_s, **placed).bind(
+        config, secrets, router, [control, *engines]
+    )
 
 
-def _deploy(replica: type, num_replicas: int, num_cpus: float, *, threads: int = 1) -> Any:
+def _listener(section: GatewayConfig | ControlConfig, num_replicas: int) -> dict[str, Any]:
+    """Where processes with a port of their own run: no two on one node."""
+    actor = {"num_cpus": section.num_cpus, "resources": dict(section.resources)}
+    return placement(actor, num_replicas, 1 if num_replicas > 1 else 0)
+
+
+def _deploy(
+    replica: type, grace_s: float, *, ray_actor_options: dict[str, Any], threads: int = 1, **placed: Any
+) -> Any:
+    """A deployment named after its role. `grace_s`: how long its streams may go on once it is told to end."""
     return serve.deployment(
         name=replica.__name__.removesuffix("Replica").lower(),
-        num_replicas=num_replicas,
-        ray_actor_options={"num_cpus": num_cpus, "runtime_env": {"env_vars": _environment(threads)}},
+        ray_actor_options={**ray_actor_options, "runtime_env": {"env_vars": _environment(threads)}},
         # A killed replica must be seen and replaced at once, a busy one must not be taken for dead.
         health_check_period_s=1.0,
         health_check_timeout_s=30.0,
-        graceful_shutdown_timeout_s=25.0,
+        graceful_shutdown_timeout_s=grace_s + 8.0,
         graceful_shutdown_wait_loop_s=0.1,
+        **placed,
     )(replica)
 
 

@@ -23,7 +23,7 @@ from rich.table import Table
 from paceline.cluster.config import ClusterConfig, ModelConfig, load_config, model_folder, presets
 from paceline.cluster.errors import ConfigError, PacelineError
 from paceline.cluster.pair import check_pair
-from paceline.deploy import local
+from paceline.deploy import keys, local, resolved
 from paceline.workers.model_files import check_model_files
 
 app = typer.Typer(
@@ -32,6 +32,7 @@ app = typer.Typer(
     help="Serve a large model at a small model's pace: exact speculation on a Ray cluster.",
     pretty_exceptions_enable=False,
 )
+app.add_typer(keys.commands, name="keys")
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
@@ -66,10 +67,12 @@ def serve(
 ) -> None:
     """Start a whole cluster on this machine and say when it is ready."""
     extra = [] if port is None else [f"gateway.port={port}"]
-    resolved = _with_free_ports(_load(preset, config, [*(settings or []), *extra]))
-    target, draft = model_folder(resolved.model.target), model_folder(resolved.model.draft)
+    given = _load(preset, config, [*(settings or []), *extra])
+    final = _with_free_ports(given)
+    local.check_fits_one_node(final)
+    target, draft = model_folder(final.model.target), model_folder(final.model.draft)
     check_model_files(target)
-    if resolved.speculation.enabled and resolved.draft.replicas and "draft" in resolved.speculation.sources:
+    if final.speculation.enabled and final.draft.replicas and "draft" in final.speculation.sources:
         check_model_files(draft)
         check_pair(target, draft)
     folder = local.run_folder(name)
@@ -78,14 +81,15 @@ def serve(
         raise ConfigError(
             f"cluster {name!r} is running; `paceline stop{_suffix(name)}` ends it, --name starts another"
         )
-    _print_plan(resolved)
-    run_id = _launch(folder, resolved)
+    keys.keys_for(final.gateway)  # refuses a listener that is open to others by mistake
+    _print_plan(given, final)
+    run_id = _launch(folder, final)
     try:
-        _wait_until_ready(folder, resolved, run_id)
+        _wait_until_ready(folder, final, run_id)
     except BaseException:
         _stop_run(folder)
         raise
-    _print_ready(resolved, name, local.read_state(folder) or {}, detach)
+    _print_ready(final, name, local.read_state(folder) or {}, detach)
     if not detach:
         _follow(folder, run_id)
 
@@ -129,24 +133,31 @@ def status(
         print(json.dumps(report))
         return
     table = Table(title=f"{report.get('model', '')} at {report['gateway']}", title_justify="left")
-    for column in ("worker", "state", "pid", "version", "streams", "KV blocks"):
+    for column in ("worker", "node", "state", "pid", "version", "streams", "KV blocks"):
         table.add_column(column, no_wrap=True)
     for worker in report["workers"]:
         used, free = worker["kv_blocks_used"], worker["kv_blocks_free"]
         blocks = f"{used} of {used + free}" if used + free else ""
-        keys = ("id", "state", "pid", "version", "streams")
+        keys = ("id", "node", "state", "pid", "version", "streams")
         table.add_row(*(str(worker[key]) for key in keys), blocks)
-    out.print(table)
+    wide = out if out.is_terminal else Console(highlight=False, width=160)  # in a pipe names must be whole
+    wide.print(table)
     out.print(f"{report['phase']}; {report['processes']} processes, {report['resident_mb']} MB resident")
 
 
-@app.command()
+bench_app = typer.Typer(add_completion=False)
+app.add_typer(bench_app, name="bench")
+
+
+@bench_app.callback(invoke_without_command=True)
 def bench(
+    context: typer.Context,
     scenario: Annotated[
-        list[str] | None, typer.Option(help="domains, copy, random; repeatable, all by default.")
+        list[str] | None, typer.Option(help="domains, unseen, copy, random; repeatable, all by default.")
     ] = None,
     streams: Annotated[
-        list[int] | None, typer.Option(help="Streams at once; repeatable; 1, 4 and 16 by default.")
+        list[int] | None,
+        typer.Option(help="Streams at once; repeatable; 1, 4 and 16 by default, over HTTP 64 as well."),
     ] = None,
     pairs: Annotated[int, typer.Option(help="Alternated pairs for each ratio; a figure wants 30.")] = 30,
     quick: Annotated[bool, typer.Option(help="About a minute; says that it is not a figure.")] = False,
@@ -158,25 +169,81 @@ def bench(
     peers: Annotated[
         bool, typer.Option(help="Also run `transformers` on the same weights and prompts.")
     ] = True,
+    http: Annotated[
+        bool,
+        typer.Option(
+            "--http", help="Instead: a whole cluster over HTTP against the engine with equal threads."
+        ),
+    ] = False,
+    settings: Settings = None,
     out_file: Annotated[Path | None, typer.Option("--json", help="Also write the JSON object here.")] = None,
 ) -> None:
     """Measure the engine on this machine: a card, one table of ratios, one line of JSON."""
+    if context.invoked_subcommand is not None:
+        return
     # Imports torch, which reads its threads' environment once: hence here, after that was set.
     from paceline.deploy.bench import main as bench_main
 
-    result = bench_main.run(
-        target=target,
-        draft=draft,
-        scenarios=scenario,
-        streams=tuple(streams or (1, 4, 16)),
-        pairs=pairs,
-        quick=quick,
-        threads=threads,
-        peers=peers,
-        json_path=out_file,
-    )
+    if http:
+        result = bench_main.run_http(
+            target=target,
+            draft=draft,
+            scenarios=scenario,
+            streams=tuple(streams or (1, 4, 16, 64)),
+            pairs=pairs,
+            quick=quick,
+            threads=threads,
+            settings=settings or (),
+            json_path=out_file,
+        )
+        if result["complaints"] or result["exactness"]["mismatches"]:
+            raise SystemExit(1)
+    else:
+        result = bench_main.run(
+            target=target,
+            draft=draft,
+            scenarios=scenario,
+            streams=tuple(streams or (1, 4, 16)),
+            pairs=pairs,
+            quick=quick,
+            threads=threads,
+            peers=peers,
+            json_path=out_file,
+        )
     if result.get("interrupted"):
         raise SystemExit(130)
+
+
+@bench_app.command("faults")
+def bench_faults(
+    streams: Annotated[int, typer.Option(help="Streams at once under each fault.")] = 16,
+    kills: Annotated[int, typer.Option(help="Faults of each row.")] = 2,
+    only: Annotated[
+        str, typer.Option(help="Rows whose name begins so, such as decode or draft.mid_step.")
+    ] = "",
+    soak_requests: Annotated[
+        int, typer.Option("--soak", help="Instead: so many mixed requests, then what was left behind.")
+    ] = 0,
+    out_file: Annotated[Path | None, typer.Option("--json", help="Also write the JSON object here.")] = None,
+    settings: Settings = None,
+) -> None:
+    """Kill every role in every phase under running streams: a recovery table and one line of JSON."""
+    from paceline.deploy.bench import faults, soak
+    from paceline.deploy.bench.report import console
+
+    def say(text: str) -> None:
+        err.print(f"  {text}", markup=False, soft_wrap=True)
+
+    how: dict[str, Any] = {"settings": settings or (), "out": console(), "say": say}
+    if soak_requests:
+        found = soak.run(requests=soak_requests, **how)
+    else:
+        found = faults.run(streams=streams, kills=kills, only=only, **how)
+    if out_file is not None:
+        out_file.write_text(json.dumps(found) + "\n")
+    print(json.dumps(found))
+    if found["complaints"]:
+        raise SystemExit(1)
 
 
 @app.command()
@@ -350,25 +417,26 @@ def _follow(folder: Path, run_id: str) -> None:
 # --- what is shown --------------------------------------------------------------------------------------
 
 
-def _print_plan(config: ClusterConfig) -> None:
+def _print_plan(given: ClusterConfig, config: ClusterConfig) -> None:
+    """The configuration that will run: the workers, what was set, and what follows with its reason."""
     table = Table(title=f"Paceline {package_version('paceline')}", title_justify="left", show_edge=False)
-    for column in ("role", "replicas", "threads", "model", "why"):
+    for column in ("role", "replicas", "threads", "model"):
         table.add_column(column)
     rows = (("prefill", config.prefill), ("decode", config.decode), ("draft", config.draft))
     for role, engine in rows:
         model = config.model.draft if role == "draft" else config.model.target
-        why = f"{engine.kv_memory_mb} MB of KV in blocks of {config.kv.block_size} tokens"
-        table.add_row(role, str(engine.replicas), str(engine.threads), model, why)
+        table.add_row(role, str(engine.replicas), str(engine.threads), model)
     out.print(table)
-    cpus = os.cpu_count() or 1
-    shares = f"CPU shares: {local.needed_cpus(config):.2f} of {cpus} (placement only, not a limit)"
-    out.print(f"speculation: {_speculation(config)}   {shares}")
-
-
-def _speculation(config: ClusterConfig) -> str:
-    speculation = config.speculation
-    shape = f"{speculation.depth} deep, {speculation.width} wide"
-    return f"{' + '.join(speculation.sources)}, {shape}" if speculation.enabled else "off"
+    changed = ", ".join(f"{name}={value}" for name, value in resolved.settings(given).items())
+    out.print(f"set: {changed or 'nothing; all defaults'}", markup=False)
+    follows = Table(show_edge=False, box=None)
+    for column in ("derived", "value", "because"):
+        follows.add_column(column)
+    for item in resolved.derived(given, config):
+        follows.add_row(item.name, item.value, item.reason)
+    cpus = f"{local.needed_cpus(config):.2f} of {os.cpu_count() or 1}"
+    follows.add_row("CPU shares", cpus, "sum of num_cpus: for placement only, not a limit")
+    out.print(follows)
 
 
 def _print_ready(config: ClusterConfig, name: str, state: dict[str, Any], detach: bool) -> None:

@@ -7,6 +7,7 @@ PACELINE_RUN: `stop` ends exactly those, and no other Ray on the machine.
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import shutil
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,10 +24,11 @@ from typing import Any
 import psutil
 
 from paceline.cluster.config import ClusterConfig, Secrets
+from paceline.cluster.errors import ConfigError
 
 RUN_VARIABLE = "PACELINE_RUN"
 SHUTDOWN_S = 20.0
-"""For Serve to end its replicas and its controller; usually it takes two."""
+"""For Serve to end its replicas and its controller, besides what their streams take; usually it takes two."""
 
 
 def home() -> Path:
@@ -111,7 +114,7 @@ def supervise(folder: Path) -> None:
         _keep_logs(ray_folder, folder)
         raise
     finally:
-        _stop(ray_folder)
+        _stop(ray_folder, SHUTDOWN_S + float(state["config"]["gateway"]["drain_s"]))
 
 
 def _catch_signals(stop: threading.Event) -> None:
@@ -121,6 +124,32 @@ def _catch_signals(stop: threading.Event) -> None:
 
 def _start(folder: Path, state: dict[str, Any], ray_folder: Path) -> None:
     began = time.monotonic()
+    ray_environment(ray_folder)
+    import ray
+
+    config = ClusterConfig.model_validate(state["config"])
+    state["phase"] = "starting Ray"
+    write_state(folder, state)
+    ray.init(
+        address="local",
+        num_cpus=max(os.cpu_count() or 1, round(needed_cpus(config) + 0.5)),
+        resources=needed_resources(config),
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+        object_store_memory=100 << 20,
+        _temp_dir=str(ray_folder),
+        _node_ip_address="127.0.0.1",
+    )
+    state.update(phase="starting workers", ray_seconds=time.monotonic() - began, ray_folder=str(ray_folder))
+    write_state(folder, state)
+    deploy(config)
+    state.update(phase="running", start_seconds=time.monotonic() - began)
+    write_state(folder, state)
+
+
+def ray_environment(ray_folder: Path) -> None:
+    """What this process and all that Ray starts from it must find: a token of its own, loopback, plain priorities."""
     _write_token(ray_folder / "token")
     os.environ.update(
         RAY_AUTH_MODE="token",
@@ -135,47 +164,33 @@ def _start(folder: Path, state: dict[str, Any], ray_folder: Path) -> None:
     )
     for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN"):
         os.environ.pop(name, None)
-    import ray
+
+
+def deploy(config: ClusterConfig) -> None:
+    """The application on the Ray cluster this process is connected to; returns when Serve has placed all replicas."""
     from ray import serve
 
     from paceline.deploy.app import APP_NAME, build_app
 
-    config = ClusterConfig.model_validate(state["config"])
-    state["phase"] = "starting Ray"
-    write_state(folder, state)
-    ray.init(
-        address="local",
-        num_cpus=max(os.cpu_count() or 1, round(needed_cpus(config) + 0.5)),
-        include_dashboard=False,
-        log_to_driver=False,
-        configure_logging=False,
-        object_store_memory=100 << 20,
-        _temp_dir=str(ray_folder),
-        _node_ip_address="127.0.0.1",
-    )
-    state.update(phase="starting workers", ray_seconds=time.monotonic() - began, ray_folder=str(ray_folder))
-    write_state(folder, state)
     serve.start(http_options={"location": "NoServer"})
     serve.run(build_app(config, Secrets.create()), name=APP_NAME, route_prefix=None)
-    state.update(phase="running", start_seconds=time.monotonic() - began)
-    write_state(folder, state)
 
 
-def _stop(ray_folder: Path) -> None:
+def _stop(ray_folder: Path, limit_s: float) -> None:
     """End Serve, Ray and every process of the run. Serve may wait for ever for a controller that is gone."""
     import ray
     from ray import serve
 
     is_stuck = False
     if ray.is_initialized():
-        is_stuck = not _within(serve.shutdown, SHUTDOWN_S)
+        is_stuck = not _within(serve.shutdown, limit_s)
         if not is_stuck:
             ray.shutdown()
     end_processes(processes_of(os.environ[RUN_VARIABLE]), 3.0)
     shutil.rmtree(ray_folder, ignore_errors=True)
     if is_stuck:  # nothing else is left, and Ray's own exit would wait as well
         print(
-            f"Serve did not shut down within {SHUTDOWN_S:g} s: its processes were ended",
+            f"Serve did not shut down within {limit_s:g} s: its processes were ended",
             file=sys.stderr,
             flush=True,
         )
@@ -214,8 +229,35 @@ def needed_cpus(config: ClusterConfig) -> float:
     """Sum of the CPU shares that placement asks for."""
     engines = (config.prefill, config.decode, config.draft)
     return sum(e.num_cpus * e.replicas for e in engines) + (
-        config.gateway.num_cpus + config.router.num_cpus + config.control.num_cpus
+        config.gateway.num_cpus * config.gateway.replicas + config.router.num_cpus + config.control.num_cpus
     )
+
+
+def needed_resources(config: ClusterConfig) -> dict[str, float]:
+    """The custom resources that placement asks for: the only node of a local cluster offers all of them."""
+    needed: Counter[str] = Counter()
+    for engine in (config.prefill, config.decode, config.draft):
+        for name, amount in engine.resources.items():
+            needed[name] += math.ceil(amount * engine.replicas)
+    for section in (config.gateway, config.control):
+        for name, amount in section.resources.items():
+            needed[name] += math.ceil(amount)
+    return {name: float(amount) for name, amount in needed.items() if not name.startswith("node:")}
+
+
+def check_fits_one_node(config: ClusterConfig) -> None:
+    """
+    Raises:
+        ConfigError: the configuration wants several nodes, and would wait for them for ever.
+    """
+    if config.gateway.replicas > 1:
+        raise ConfigError(f"gateway.replicas={config.gateway.replicas}: expected 1 on one machine")
+    for role, engine in (("prefill", config.prefill), ("decode", config.decode), ("draft", config.draft)):
+        if 0 < engine.max_per_node < engine.replicas:
+            raise ConfigError(
+                f"{role}.max_per_node={engine.max_per_node}: expected 0 or at least {role}.replicas="
+                f"{engine.replicas} on one machine"
+            )
 
 
 if __name__ == "__main__":

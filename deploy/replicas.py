@@ -7,31 +7,66 @@ async, which Python's typing does not know: hence the ignores.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import structlog
 import uvicorn
 from fastapi import FastAPI
 from ray import serve
+from ray._private import worker as ray_worker
 from ray.serve._private import replica as serve_replica
 
-from paceline.cluster import wire
+from paceline.cluster import failpoints, wire
 from paceline.cluster.config import ClusterConfig, Secrets, model_folder
 from paceline.cluster.control import Control, build_control_app
+from paceline.cluster.gateway.listener import server_config
 from paceline.cluster.membership import Member, ResolveRouter, new_incarnation
 from paceline.cluster.metrics import Metrics
 from paceline.cluster.router import Router
 from paceline.cluster.types import Role
 from paceline.deploy.logs import configure_logs
+from paceline.deploy.placement import node_name, on_this_node
 
 log = structlog.get_logger(__name__)
 
 
-def _begin(role: str, config: ClusterConfig) -> None:
-    """First thing in every replica: logs, and Serve's own socket on our interface."""
+def _begin(role: str, config: ClusterConfig) -> ClusterConfig:
+    """First thing in every replica: logs, and Serve's own socket on our interface. The configuration for this node."""
     configure_logs(role)
+    failpoints.enter(f"{role}-{_name()}")
+    config = on_this_node(config)
     _bind_serve_to(config.link.interface)
+    return config
+
+
+def _leave_on_sigterm(leave: Callable[[], Awaitable[None]]) -> None:
+    """SIGTERM to this process -> `leave()`, then its end; a second SIGTERM ends it at once.
+
+    Only the main thread may set signal handlers and Ray keeps that to itself, so the helper that Ray's handler calls is
+    replaced in this process.
+    """
+    if not hasattr(ray_worker, "raise_sys_exit_with_custom_error_message"):
+        log.warning("sigterm_ends_at_once", reason="this Ray version handles it elsewhere")
+        return
+    loop = asyncio.get_running_loop()
+    tasks: list[asyncio.Task[None]] = []
+
+    async def leave_and_end() -> None:
+        try:
+            await leave()
+        finally:
+            os._exit(0)  # Serve sees the death at its next check and replaces the replica
+
+    def begin(*_: Any, **__: Any) -> None:
+        if tasks:
+            os._exit(1)
+        log.info("sigterm")
+        loop.call_soon_threadsafe(lambda: tasks.append(loop.create_task(leave_and_end())))
+
+    ray_worker.raise_sys_exit_with_custom_error_message = begin
 
 
 def _bind_serve_to(interface: str) -> None:
@@ -62,12 +97,9 @@ def _resolver(router: Any) -> ResolveRouter:
 class _HttpListener:
     """uvicorn inside a replica, on a socket of our own so that a restarted replica can bind the same port."""
 
-    def __init__(self, app: FastAPI, host: str, port: int) -> None:
+    def __init__(self, app: FastAPI, host: str, port: int, client_timeout_s: float) -> None:
         self._host, self._port = host, port
-        # Headers time out and idle connections close by uvicorn's defaults; access logs would repeat our metrics.
-        self._server = uvicorn.Server(
-            uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off")
-        )
+        self._server = uvicorn.Server(server_config(app, client_timeout_s=client_timeout_s))
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -89,19 +121,24 @@ class _HttpListener:
         if self._task is not None and self._task.done():
             raise RuntimeError(f"the listener on {self._host}:{self._port} ended") from self._task.exception()
 
-    async def close(self) -> None:
+    async def close(self, limit_s: float) -> None:
+        """Accept no connection; answers that are on their way have this long."""
         self._server.should_exit = True
         if self._task is not None:
-            await asyncio.wait([self._task], timeout=10.0)
+            await asyncio.wait([self._task], timeout=limit_s)
+            self._server.force_exit = True
+            await asyncio.wait([self._task], timeout=2.0)
 
 
 class RouterReplica:
     """The directory and the routing policy."""
 
     async def __init__(self, config: ClusterConfig, secrets: Secrets) -> None:  # type: ignore[misc]
-        _begin("router", config)
-        self._router = Router(config, wire.Identity(f"router-{_name()}", new_incarnation()))
+        config = _begin("router", config)
+        me = wire.Identity(f"router-{_name()}", new_incarnation())
+        self._router = Router(config, me, node=node_name())
         self._address = await self._router.start(secrets.link)
+        _leave_on_sigterm(self._router.close)
 
     async def address(self) -> tuple[str, int]:
         """Where it listens; asked once by each process, and again after a loss."""
@@ -113,26 +150,38 @@ class _HttpReplica:
 
     _http: _HttpListener
     _member: Member
+    _grace_s: float = 2.0
 
     async def check_health(self) -> None:
         self._http.check()
 
-    async def __del__(self) -> None:
-        await self._http.close()
+    async def _leave(self) -> None:
+        await self._http.close(self._grace_s)
         await self._member.close()
+
+    async def __del__(self) -> None:
+        await self._leave()
 
 
 class ControlReplica(_HttpReplica):
     """Merged metrics and status on the operator's port."""
 
     async def __init__(self, config: ClusterConfig, secrets: Secrets, router: Any) -> None:  # type: ignore[misc]
-        _begin("control", config)
+        config = _begin("control", config)
         control = Control(config)
-        self._http = _HttpListener(build_control_app(control), config.control.host, config.control.port)
+        self._http = _HttpListener(
+            build_control_app(control),
+            config.control.host,
+            config.control.port,
+            config.gateway.client_timeout_s,
+        )
         me = wire.Identity(f"control-{_name()}", new_incarnation())
-        self._member = Member(me, "control", config.link, secrets.link, control, _resolver(router))
+        self._member = Member(
+            me, "control", config.link, secrets.link, control, _resolver(router), node=node_name()
+        )
         await self._member.start()
         await self._http.start()
+        _leave_on_sigterm(self._leave)
 
 
 class GatewayReplica(_HttpReplica):
@@ -142,18 +191,29 @@ class GatewayReplica(_HttpReplica):
         from paceline.cluster.gateway.cluster_streams import ClusterStreams
         from paceline.cluster.gateway.ingress import build_app
         from paceline.cluster.gateway.text import Tokenizer
+        from paceline.deploy.keys import keys_for
 
-        _begin("gateway", config)
+        config = _begin("gateway", config)
         metrics = Metrics()
-        streams = ClusterStreams(config, metrics)
+        streams = self._streams = ClusterStreams(config, metrics)
+        self._grace_s = config.gateway.drain_s
         me = wire.Identity(f"gateway-{_name()}", new_incarnation())
-        self._member = Member(me, "gateway", config.link, secrets.link, streams, _resolver(router))
+        self._member = Member(
+            me, "gateway", config.link, secrets.link, streams, _resolver(router), node=node_name()
+        )
         streams.attach(self._member)
         tokenizer = Tokenizer(model_folder(config.model.target))
-        app = build_app(config, streams, tokenizer, metrics, max_context=config.limits.max_context)
-        self._http = _HttpListener(app, config.gateway.host, config.gateway.port)
+        keys, max_context = keys_for(config.gateway), config.limits.max_context
+        app = build_app(config, streams, tokenizer, metrics, max_context=max_context, keys=keys)
+        gateway = config.gateway
+        self._http = _HttpListener(app, gateway.host, gateway.port, gateway.client_timeout_s)
         await self._member.start()
         await self._http.start()
+        _leave_on_sigterm(self._leave)
+
+    async def _leave(self) -> None:
+        self._streams.drain()
+        await super()._leave()
 
 
 class _EngineReplica:
@@ -166,17 +226,23 @@ class _EngineReplica:
         from paceline.workers.draft import DraftWorker
         from paceline.workers.prefill import PrefillWorker
 
-        _begin(self.role, config)
+        config = _begin(self.role, config)
         workers = {"prefill": PrefillWorker, "decode": DecodeWorker, "draft": DraftWorker}
-        self._worker = workers[self.role](config, secrets, name=_name(), resolve=_resolver(router))
+        self._worker = workers[self.role](
+            config, secrets, name=_name(), resolve=_resolver(router), node=node_name()
+        )
         await self._worker.setup()
+        _leave_on_sigterm(self._leave)
 
     async def check_health(self) -> None:
         self._worker.check()
 
-    async def __del__(self) -> None:
+    async def _leave(self) -> None:
         await self._worker.drain()
         await self._worker.close()
+
+    async def __del__(self) -> None:
+        await self._leave()
 
 
 class PrefillReplica(_EngineReplica):

@@ -6,7 +6,7 @@ positions, and nothing else of the batch is in that loop: the bits follow from t
 through a tree, side branches too, is the same sequence of keys as plain decoding, so it has the same bits.
 
     s_i = scale * q . k_i                         float32; one code path for all keys
-    p_i = exp(s_i - max)                          polynomial of degree 7 (Cephes' expf), 2 ulp
+    p_i = exp(s_i - max)                          polynomial of degree 7 (Cephes' expf)
     o   = sum_i p_i v_i / sum_i p_i               float32 within 64 keys, float64 across them
 
 Long work is cut into rows for several threads, which changes no bit.

@@ -98,6 +98,13 @@ class Harness:
         await worker.member.close()
         self.workers.remove(worker)
 
+    async def restart_router(self) -> None:
+        """End the router; another, which knows nothing, comes elsewhere and everyone finds it."""
+        await self.router.close()
+        self.router = Router(self.config, wire.Identity("router-1", new_incarnation()))
+        self.address = await self.router.start(self.secrets.link)
+        await self.until(lambda: len(self.router.directory.workers) == len(self.workers) + 2)
+
     async def until(self, condition, limit_s: float = 10.0) -> None:  # type: ignore[no-untyped-def]
         """Wait for something to become true."""
         async with asyncio.timeout(limit_s):
@@ -135,14 +142,14 @@ async def cluster(folder: Path, *settings: str) -> AsyncIterator[Harness]:
     streams = ClusterStreams(config, metrics)
 
     async def resolve() -> tuple[str, int]:
-        return address
+        return harness.address
 
     gateway = Member(
         wire.Identity("gateway-0", new_incarnation()), "gateway", config.link, secrets.link, streams, resolve
     )
     streams.attach(gateway)
-    await gateway.start()
     harness = Harness(config, secrets, router, streams, gateway, metrics, address)
+    await gateway.start()
     try:
         yield harness
         for worker in harness.workers:
@@ -156,7 +163,7 @@ async def cluster(folder: Path, *settings: str) -> AsyncIterator[Harness]:
         for worker in harness.workers:
             await worker.close()
         await gateway.close()
-        await router.close()
+        await harness.router.close()
 
 
 ALL = (PrefillWorker, DecodeWorker, DraftWorker)

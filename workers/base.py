@@ -17,12 +17,14 @@ from typing import Any
 
 import msgspec
 import structlog
+import torch
 
-from paceline.cluster import wire
-from paceline.cluster.config import ClusterConfig, Secrets
+from paceline.cluster import failpoints, wire
+from paceline.cluster.config import ClusterConfig, EngineConfig, Secrets, model_folder
 from paceline.cluster.membership import Member, ResolveRouter, new_incarnation
 from paceline.cluster.metrics import Metrics
 from paceline.cluster.types import Directory, Message, Role, State, WorkerInfo
+from paceline.workers.model_runner import ModelRunner, load_runner
 
 log = structlog.get_logger(__name__)
 
@@ -36,19 +38,25 @@ _STUCK_S = 0.002
 """The same with work that cannot go on: its blocks are held by streams that wait for their KV."""
 
 
+_HEARD_S = 0.2
+"""What was sent to a worker before all gateways knew that it leaves has arrived by then."""
+
+
 class Worker:
     """Base of prefill, decode and draft workers. Subclasses fill in the engine thread's four methods."""
 
     role: Role
 
-    def __init__(self, config: ClusterConfig, secrets: Secrets, *, name: str, resolve: ResolveRouter) -> None:
+    def __init__(
+        self, config: ClusterConfig, secrets: Secrets, *, name: str, resolve: ResolveRouter, node: str = ""
+    ) -> None:
         self.config = config
         self.secrets = secrets
         self.metrics = Metrics()
         self.state: State = "starting"
         self.failure: BaseException | None = None
         me = wire.Identity(f"{self.role}-{name}", new_incarnation())
-        self.member = Member(me, self.role, config.link, secrets.link, self, resolve)
+        self.member = Member(me, self.role, config.link, secrets.link, self, resolve, node=node)
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"{self.role}-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -91,6 +99,28 @@ class Worker:
     def peer_lost(self, peer: wire.Peer) -> None:
         """A connection closed (engine thread)."""
 
+    def hand_over(self) -> None:
+        """Give up what still runs at the end of the grace period, and say so to whom it matters (engine thread)."""
+
+    def load_model(self, name: str, engine: EngineConfig, *, few_rows: bool = False) -> ModelRunner:
+        """A model with its pool, as this role's part of the configuration says; its path goes to log and figures."""
+        torch.set_num_threads(engine.threads)
+        runner, reason = load_runner(
+            model_folder(name),
+            kv_memory_mb=engine.kv_memory_mb,
+            block_size=self.config.kv.block_size,
+            few_rows=few_rows,
+        )
+        log.info(
+            "model_ready",
+            worker=self.member.me.worker_id,
+            forward=runner.path,
+            num_blocks=runner.cache.num_blocks,
+            reason=reason,
+        )
+        self.metrics.forward.labels(runner.path).set(1)
+        return runner
+
     # -- life --------------------------------------------------------------------------------------------
 
     async def setup(self) -> None:
@@ -108,13 +138,16 @@ class Worker:
             "worker_ready", worker=self.member.me.worker_id, pid=os.getpid(), seconds=time.monotonic() - began
         )
 
-    async def drain(self, limit_s: float = 20.0) -> None:
-        """Be routed nothing new, finish what runs."""
+    async def drain(self) -> None:
+        """Be routed nothing new, finish what runs within the grace period, hand the rest over."""
         self.state = "draining"
         self.member.announce()
-        end = time.monotonic() + limit_s
-        while self.num_streams() > 0 and time.monotonic() < end:
+        limit = time.monotonic() + self.config.gateway.drain_s
+        await asyncio.sleep(_HEARD_S)
+        while self.num_streams() > 0 and time.monotonic() < limit:
             await asyncio.sleep(0.05)
+        self.post(self.hand_over)
+        log.info("worker_drained", worker=self.member.me.worker_id)
 
     async def close(self) -> None:
         """Stop the engine thread and leave the cluster."""
@@ -171,6 +204,8 @@ class Worker:
                     else self._inbox.get_nowait()
                 )
             except queue.Empty:
+                if failpoints.enabled and wait and not self._is_stuck:
+                    failpoints.hit("idle")
                 return True
             if job is None:
                 return False

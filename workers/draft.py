@@ -7,29 +7,38 @@ logits are there anyway. State lost (restart, eviction) is not an error: the str
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import structlog
-import torch
 from torch import Tensor
 
-from paceline.cluster import wire
+from paceline.cluster import failpoints, wire
 from paceline.cluster.blocks import BlockPool
-from paceline.cluster.config import model_folder
 from paceline.cluster.metrics import Metrics
-from paceline.cluster.speculation import prefix_hash
+from paceline.cluster.speculation import SpareCore, prefix_hash
 from paceline.cluster.types import DraftAsk, DraftOpen, Drafts, DraftTree, Message, Sampling
 from paceline.kernels.decide import best
 from paceline.workers.adjust import Changes, TokenCounts, apply_changes
 from paceline.workers.base import Worker
 from paceline.workers.model_batch import BatchBuilder
-from paceline.workers.model_runner import ModelRunner, load_runner
+from paceline.workers.model_runner import ModelRunner
 from paceline.workers.sampling import CachedNoise, SamplingRows, perturb
 
 log = structlog.get_logger(__name__)
+
+_AHEAD_FLOOR = 0.1
+"""Nothing is drafted ahead whose use is less likely than this."""
+
+
+_WITH_FIRST_LEVEL = 8
+"""So many tokens that are not in the pool yet are cheaper beside the last one than in a forward of their own."""
+
+Level = tuple[list[int], list[float]]
+"""Tokens of one depth, best first, and their chances."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,8 +51,13 @@ class DraftStream:
     tokens: npt.NDArray[np.int32]
     cache_salt: str = ""
     num_computed: int = 0
-    spine: list[int] = field(default_factory=list)
-    """Tokens whose KV is in the pool behind `tokens`, from the last proposal."""
+    """Leading positions whose KV is in the pool, those of the spine included."""
+    levels: list[Level] = field(default_factory=list)
+    """What is drafted behind `tokens`; the first token of each level is the spine, all but its last have KV."""
+    num_ahead: int = 0
+    """How many of the last levels nobody has asked for yet."""
+    asked: tuple[int, int, float] = (0, 0, 0.0)
+    """Depth, width and floor of the last proposal."""
     last_used: int = 0
     hashes: list[bytes] = field(default_factory=list)
     """Of its leading full blocks, as far as they were needed."""
@@ -52,21 +66,45 @@ class DraftStream:
     counts: TokenCounts | None = None
     """For bias, penalties and minimum length, if the stream has any."""
 
-    def advance(self, new: tuple[int, ...]) -> None:
-        """Take over committed tokens; KV of spine tokens that turned out right stays valid."""
+    @property
+    def spine(self) -> list[int]:
+        return [ids[0] for ids, _ in self.levels]
+
+    def advance(self, new: tuple[int, ...]) -> bool:
+        """Take over committed tokens; KV, and levels behind them, that turned out right stay valid.
+
+        Returns whether the spine foretold all of them.
+        """
         agree = 0
-        while agree < min(len(self.spine), len(new)) and self.spine[agree] == new[agree]:
+        while agree < min(len(self.levels), len(new)) and self.levels[agree][0][0] == new[agree]:
             agree += 1
-        if self.num_computed == len(self.tokens):
-            self.num_computed += agree
-        self.spine = []
+        foretold = agree == len(new)
+        if not foretold:
+            self.num_computed = min(self.num_computed, len(self.tokens) + agree)
+        self.levels = self.levels[agree:] if foretold else []
+        self.num_ahead = min(self.num_ahead, len(self.levels))
         self.tokens = np.concatenate([self.tokens, np.asarray(new, np.int32)])
         if self.counts is not None:
             self.counts.extend(new)
+        return foretold
 
+    def forget_levels(self, keep: int = 0) -> None:
+        """Drop the levels behind the first `keep`."""
+        self.num_ahead = max(0, self.num_ahead - max(0, len(self.levels) - keep))
+        self.levels = self.levels[:keep]
+        self.num_computed = min(self.num_computed, len(self.tokens) + max(0, keep - 1))
 
-Level = tuple[list[int], list[float]]
-"""Tokens of one depth, best first, and their chances."""
+    def num_levels(self, depth: int, floor: float) -> int | None:
+        """How many levels a proposal has: up to `depth`, or to where the spine's chance falls below `floor`.
+
+        None if they are not all there yet.
+        """
+        chance = 1.0
+        for level, (_, scores) in enumerate(self.levels[:depth], 1):
+            chance *= scores[0]
+            if not chance >= floor or level == depth:  # a NaN ends it as well
+                return level
+        return None
 
 
 class DraftEngine:
@@ -79,13 +117,18 @@ class DraftEngine:
         token_budget: int,
         metrics: Metrics | None = None,
         prefix_cache: bool = True,
+        keep_levels: bool = True,
     ) -> None:
+        """`keep_levels` False is the plain twin: each proposal is drafted from its first level on."""
         self.runner = runner
         self._metrics = metrics or Metrics()
+        self._keep_levels = keep_levels
         self._prefix_cache = prefix_cache
         self.pool = BlockPool(runner.cache.num_blocks, runner.cache.block_size)
         self._token_budget = token_budget
         self._streams: dict[str, DraftStream] = {}
+        self._ahead: dict[str, DraftStream] = {}
+        """Those whose last proposal is with the target now, as long as there is something to draft ahead for them."""
         self._clock = 0
         self._noise = CachedNoise()
 
@@ -115,7 +158,15 @@ class DraftEngine:
         if not self._is_known(new):
             self.close(key)
             return False
-        stream.advance(new)
+        self._ahead.pop(key, None)
+        num_ahead = stream.num_ahead
+        foretold = stream.advance(new)
+        if not self._keep_levels:
+            stream.forget_levels()
+        if num_ahead:
+            self._metrics.draft_ahead.labels("hit" if stream.num_ahead else "miss").inc()
+            if not foretold:
+                self._metrics.draft_levels.labels("wasted").inc(num_ahead)
         return True
 
     def _is_known(self, token_ids: tuple[int, ...]) -> bool:
@@ -124,7 +175,10 @@ class DraftEngine:
 
     def close(self, key: str) -> None:
         """Forget a stream."""
-        self._streams.pop(key, None)
+        stream = self._streams.pop(key, None)
+        if stream is not None and stream.num_ahead:
+            self._metrics.draft_levels.labels("wasted").inc(stream.num_ahead)
+        self._ahead.pop(key, None)
         self.pool.free(key)
 
     def close_all(self, prefix: str) -> None:
@@ -155,17 +209,61 @@ class DraftEngine:
             else:
                 stream.last_used = self._clock
                 streams.append(stream)
-        if not streams:
-            return [], dropped
         return self._draft(streams, depth, width, floor), dropped
 
+    # -- drafting ahead ----------------------------------------------------------------------------------
+
+    @property
+    def has_ahead(self) -> bool:
+        """Whether `draft_ahead` may find something to do."""
+        return bool(self._ahead)
+
+    def draft_ahead(self) -> int:
+        """Draft one level more behind proposals that nobody has answered yet: that of how many streams.
+
+        While the target verifies a tree, its likeliest outcome is that all of the spine stands. What is drafted
+        behind that is the next proposal, or its beginning, if the target agrees; else it is forgotten.
+        Takes no block that a stream holds.
+        """
+        if self.runner.cache.books is not self.pool:
+            self._ahead.clear()
+        found = [stream for stream in self._ahead.values() if self._goes_on(stream)][: self._token_budget]
+        self._ahead = {stream.key: stream for stream in found}
+        if found:
+            self._extend(found, max(stream.asked[1] for stream in found))
+            for stream in found:
+                stream.num_ahead += 1
+            self._metrics.draft_levels.labels("ahead").inc(len(found))
+        return len(found)
+
+    def _goes_on(self, stream: DraftStream) -> bool:
+        """Whether one level more may be of use, and has room."""
+        depth, _, _ = stream.asked
+        chance = math.prod(scores[0] for _, scores in stream.levels)
+        end = len(stream.tokens) + len(stream.levels)
+        return (
+            0
+            < len(stream.levels)
+            <= 2 * depth  # a whole proposal behind a whole spine and the target's own token
+            and chance >= _AHEAD_FLOOR
+            and end <= self.runner.max_context
+            and self.pool.try_extend(stream.key, end)
+        )
+
+    # -- room --------------------------------------------------------------------------------------------
+
     def _reserve(self, stream: DraftStream, depth: int, busy: list[str]) -> bool:
-        """Blocks for the stream and its spine, evicting whoever drafted longest ago."""
+        """Blocks for the stream and its spine, taking what was drafted ahead, then whoever drafted longest ago."""
         wanted = len(stream.tokens) + depth
         if wanted > self.runner.max_context:
             return False
         if self._prefix_cache and not self.pool.table(stream.key):
             self._adopt(stream)
+        if self.pool.try_extend(stream.key, wanted):
+            return True
+        for other in self._streams.values():
+            if other is not stream:
+                self._give_up_ahead(other, depth)
         while not self.pool.try_extend(stream.key, wanted):
             idle = [s for s in self._streams.values() if s.key not in busy and self.pool.table(s.key)]
             if not idle:
@@ -173,6 +271,15 @@ class DraftEngine:
                 return False
             self.close(min(idle, key=lambda s: s.last_used).key)
         return True
+
+    def _give_up_ahead(self, stream: DraftStream, depth: int) -> None:
+        """Keep no more than a proposal of the depth last asked for, or of this one."""
+        keep = max(depth, stream.asked[0])
+        wasted = min(stream.num_ahead, max(0, len(stream.levels) - keep))
+        self._metrics.draft_levels.labels("wasted").inc(wasted)
+        stream.forget_levels(min(keep, len(stream.levels)))
+        self.pool.shrink(stream.key, len(stream.tokens) + keep)
+        self._ahead.pop(stream.key, None)
 
     def _adopt(self, stream: DraftStream) -> None:
         """Begin with the longest known prefix; the last token is always computed, for its logits."""
@@ -196,65 +303,72 @@ class DraftEngine:
         self.pool.extend_hashes(stream.hashes, num_blocks, stream.tokens, salt)
         return stream.hashes[:num_blocks]
 
-    def _draft(self, streams: list[DraftStream], depth: int, width: int, floor: float) -> list[DraftTree]:
-        levels: dict[str, list[Level]] = {stream.key: [] for stream in streams}
-        chances = dict.fromkeys(levels, 1.0)
-        active, logits = streams, self._catch_up(streams)
-        for level in range(depth):
-            logits = self._adjusted(logits, active, levels)
-            ends = np.asarray([len(s.tokens) + level for s in active], np.int64)
-            rows = SamplingRows.build([s.sampling for s in active], [1] * len(active), ends)
-            for stream, ids, scores in zip(active, *self._children(logits, rows, width), strict=True):
-                levels[stream.key].append((ids, scores))
-                chances[stream.key] *= scores[0]
-            active = [stream for stream in active if chances[stream.key] >= floor]
-            if level + 1 == depth or not active:
-                break
-            builder = BatchBuilder(self.runner.cache)
-            for stream in active:
-                token = levels[stream.key][-1][0][0]
-                builder.add_token(self.pool.table(stream.key), token, len(stream.tokens) + level)
-                stream.spine.append(token)
-            logits = self.runner.forward(builder.build()[0])
-        return [self._tree(stream, levels[stream.key]) for stream in streams]
+    # -- levels ------------------------------------------------------------------------------------------
 
-    def _catch_up(self, streams: list[DraftStream]) -> Tensor:
-        """Compute all tokens not in the pool yet, in chunks; logits [B, V] behind each stream's last token."""
+    def _draft(self, streams: list[DraftStream], depth: int, width: int, floor: float) -> list[DraftTree]:
+        for stream in streams:
+            if stream.levels and len(stream.levels[0][0]) < width:
+                stream.forget_levels()
+            stream.asked = (depth, width, floor)
+        self._catch_up([stream for stream in streams if not stream.levels])
+        active = [stream for stream in streams if stream.num_levels(depth, floor) is None]
+        while active:
+            self._extend(active, width)
+            self._metrics.draft_levels.labels("asked").inc(len(active))
+            active = [stream for stream in active if stream.num_levels(depth, floor) is None]
+        trees: list[DraftTree] = []
+        for stream in streams:
+            num = stream.num_levels(depth, floor)
+            assert num is not None
+            trees.append(self._tree(stream, stream.levels[:num], width))
+            stream.num_ahead = max(0, len(stream.levels) - num)
+            self._ahead[stream.key] = stream
+            self._share(stream)
+        return trees
+
+    def _catch_up(self, streams: list[DraftStream]) -> None:
+        """Compute tokens that are not in the pool yet, in chunks; the last few wait for the first level's forward."""
         while True:
             left = self._token_budget
             builder = BatchBuilder(self.runner.cache)
-            is_last = True
             for stream in streams:
-                # The last token always waits for the final round, which is the one that keeps logits.
-                num = min(left, len(stream.tokens) - 1 - stream.num_computed)
+                missing = len(stream.tokens) - 1 - stream.num_computed
+                num = min(left, missing) if missing > _WITH_FIRST_LEVEL else 0
                 if num > 0:
                     ids = stream.tokens[stream.num_computed : stream.num_computed + num]
                     builder.add_chunk(self.pool.table(stream.key), ids, stream.num_computed, keep_last=False)
                     stream.num_computed += num
                     left -= num
-                    is_last = False
-            if is_last:
-                break
+            if left == self._token_budget:
+                return
             self.runner.forward(builder.build()[0])
+
+    def _extend(self, streams: list[DraftStream], width: int) -> None:
+        """One level more for each: behind its spine, or behind its last token if it has none."""
         builder = BatchBuilder(self.runner.cache)
         for stream in streams:
-            start = len(stream.tokens) - 1
-            builder.add_token(self.pool.table(stream.key), int(stream.tokens[start]), start)
-            stream.num_computed = len(stream.tokens)
-            stream.spine = []
-        logits = self.runner.forward(builder.build()[0])
-        for stream in streams:
-            self._share(stream)
-        return logits
+            table = self.pool.table(stream.key)
+            if stream.levels:
+                (token, *_), _ = stream.levels[-1]
+                builder.add_token(table, token, len(stream.tokens) + len(stream.levels) - 1)
+            else:
+                start = min(stream.num_computed, len(stream.tokens) - 1)
+                builder.add_chunk(table, stream.tokens[start:], start, keep_last=True)
+        logits = self._adjusted(self.runner.forward(builder.build()[0]), streams)
+        ends = np.asarray([len(s.tokens) + len(s.levels) for s in streams], np.int64)
+        rows = SamplingRows.build([s.sampling for s in streams], [1] * len(streams), ends)
+        for stream, ids, scores in zip(streams, *self._children(logits, rows, width), strict=True):
+            stream.num_computed = len(stream.tokens) + len(stream.levels)
+            stream.levels.append((ids, scores))
 
     @staticmethod
-    def _adjusted(logits: Tensor, streams: list[DraftStream], levels: dict[str, list[Level]]) -> Tensor:
+    def _adjusted(logits: Tensor, streams: list[DraftStream]) -> Tensor:
         """Bias and penalties as the target will apply them: along the path, here the spine."""
         found: list[Changes] = []
         starts: list[int] = []
         for index, stream in enumerate(streams):
             if stream.counts is not None:
-                path = np.asarray([ids[0] for ids, _ in levels[stream.key]], np.int64)
+                path = np.asarray(stream.spine, np.int64)
                 found.append(
                     stream.counts.changes(np.zeros(len(path), np.int64), path, np.asarray([len(path)]))
                 )
@@ -273,13 +387,13 @@ class DraftEngine:
         return ids.tolist(), chances.tolist()
 
     @staticmethod
-    def _tree(stream: DraftStream, levels: list[Level]) -> DraftTree:
+    def _tree(stream: DraftStream, levels: list[Level], width: int) -> DraftTree:
         """Spine first, then the alternatives level by level."""
         tokens = [ids[0] for ids, _ in levels]
         parents = list(range(-1, len(levels) - 1))
         scores = [chances[0] for _, chances in levels]
         for level, (ids, chances) in enumerate(levels):
-            for token, chance in zip(ids[1:], chances[1:], strict=True):
+            for token, chance in zip(ids[1:width], chances[1:width], strict=True):
                 if chance > 0:
                     tokens.append(token)
                     parents.append(level - 1)
@@ -302,20 +416,7 @@ class DraftWorker(Worker):
 
     def load(self) -> None:
         draft = self.config.draft
-        torch.set_num_threads(draft.threads)
-        runner, reason = load_runner(
-            model_folder(self.config.model.draft),
-            kv_memory_mb=draft.kv_memory_mb,
-            block_size=self.config.kv.block_size,
-        )
-        log.info(
-            "model_ready",
-            worker=self.member.me.worker_id,
-            forward=runner.path,
-            num_blocks=runner.cache.num_blocks,
-            reason=reason,
-        )
-        self.metrics.forward.labels(runner.path).set(1)
+        runner = self.load_model(self.config.model.draft, draft, few_rows=True)
         self._engine = DraftEngine(
             runner,
             token_budget=draft.token_budget,
@@ -323,6 +424,7 @@ class DraftWorker(Worker):
             prefix_cache=self.config.kv.prefix_cache,
         )
         self._asks: list[tuple[wire.Peer, DraftAsk]] = []
+        self._spare_core = SpareCore()
 
     def handle(self, peer: wire.Peer, message: Message) -> None:
         if isinstance(message, DraftAsk):
@@ -335,9 +437,19 @@ class DraftWorker(Worker):
         self._asks = [(p, ask) for p, ask in self._asks if p is not peer]
 
     def has_work(self) -> bool:
-        return bool(self._asks)
+        return bool(self._asks) or (self._engine.has_ahead and self._spare_core.may_work(time.monotonic()))
 
     def step(self) -> bool:
+        """Answer who asks; while nobody does, draft ahead by one level and look again."""
+        if self._asks:
+            self._answer()
+            return True
+        wall, cpu = time.perf_counter(), time.thread_time()
+        num = self._engine.draft_ahead()
+        self._spare_core.worked(time.monotonic(), time.perf_counter() - wall, time.thread_time() - cpu)
+        return num > 0
+
+    def _answer(self) -> None:
         """Apply everything that was asked, draft once for all, answer each peer's newest ask."""
         started = time.perf_counter()
         asks, self._asks = self._asks, []
@@ -351,7 +463,11 @@ class DraftWorker(Worker):
         depth = min(16, max(1, max((ask.depth for ask in latest.values()), default=1)))
         width = min(8, max(1, max((ask.width for ask in latest.values()), default=1)))
         floor = min((ask.floor for ask in latest.values()), default=0.0)
+        if not self._spare_core.may_work(time.monotonic()):
+            self.metrics.draft_ahead.labels("paused").inc(len(keys))
         trees, dropped = self._engine.propose(keys, depth, width, floor) if keys else ([], [])
+        if failpoints.enabled:
+            failpoints.hit("mid_step", *(tree.request_id for tree in trees))
         by_stream = {tree.request_id: tree for tree in trees}
         for peer, ask in latest.items():
             members = wanted[peer]
@@ -361,7 +477,8 @@ class DraftWorker(Worker):
                 peer.send_threadsafe(Drafts(ask.step, self._engine.runner.version, mine, tuple(sorted(lost))))
         self.metrics.steps.inc()
         self.metrics.step_seconds.observe(time.perf_counter() - started)
-        return True
+        if failpoints.enabled:
+            failpoints.hit("mid_stream", *by_stream)
 
     def _apply(self, peer: wire.Peer, ask: DraftAsk, wanted: dict[str, str], unknown: set[str]) -> None:
         prefix = _prefix(peer)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from paceline.cluster import failpoints
 from paceline.cluster.blocks import BlockPool
 from paceline.cluster.errors import RequestError
 from paceline.cluster.metrics import Metrics
@@ -189,6 +190,8 @@ class Engine:
         began = time.perf_counter()
         hook = None if on_layer is None else (lambda layer: on_layer(plan, layer))
         decided, usable = self._forward(plan, hook)
+        if failpoints.enabled:
+            failpoints.hit("mid_step", *(s.stream.request.id for s in plan.segments))
         result = self._commit(plan, decided, usable)
         seconds = time.perf_counter() - began
         if self._drafter is not None:
@@ -310,7 +313,7 @@ class Engine:
                 self._compact(stream, segment.start, path)
             stream.num_computed = segment.start + 1 + len(path)
         if not is_usable and num_drafted:
-            # One draft node with NaN spoils its whole tree (0 * NaN in the weighted sum). Nothing is committed; the
+            # Where rows are computed together, one draft node with NaN may spoil others. Nothing is committed; the
             # next step has no draft, and only if that is unusable as well is it the model's own fault.
             stream.num_computed = segment.start
             stream.is_draft_banned = True
@@ -339,7 +342,7 @@ class Engine:
         return emission, path
 
     def _compact(self, stream: Stream, start: int, path: tuple[int, ...]) -> None:
-        """Scratch KV of the accepted nodes -> the slots of their positions. Spine-first trees rarely need it."""
+        """Scratch KV of the accepted nodes -> the slots of their positions. A path along the spine has nothing to move."""
         moved = [(node, depth) for depth, node in enumerate(path, start=1) if node != depth]
         if not moved:
             return

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-
+import msgspec
 import numpy as np
 import torch
+from blake3 import blake3
 from torch import Tensor
 
-from paceline.cluster.types import KVLayout
+from paceline.cluster.types import KVLayout, KVReady
 
 
 class KVCache:
@@ -40,6 +40,8 @@ class KVCache:
         shape = (num_layers, 2, num_kv_heads, num_blocks * block_size, head_dim)
         # Zeros come from the kernel: pages become resident when they are first written.
         self._pool = torch.zeros(shape, dtype=dtype)
+        self.array = self._pool.numpy()
+        """[layers, 2, G, num_slots, D], a view of the pool."""
         self.arrays = [(layer[0].numpy(), layer[1].numpy()) for layer in self._pool]
         """(K, V) of each layer as arrays [G, num_slots, D], views of the pool."""
 
@@ -81,13 +83,28 @@ class KVCache:
         """Inverse of `gather`."""
         self._pool[layer].index_copy_(2, slots, rows.transpose(1, 2))
 
+    def pack(self, message: KVReady, slots: Tensor) -> Tensor:
+        """[num_layers, 2, num_heads, n, D] contiguous copy of the rows that `message` announces, as they are stored."""
+        return self._part(message).index_select(3, slots)
 
-def digest(key: bytes, request_id: str, epoch: int, layer: int, start: int, rows: Tensor) -> bytes:
-    """Keyed BLAKE2b-128 of KV rows and of where they belong.
+    def unpack(self, message: KVReady, slots: Tensor, rows: Tensor) -> None:
+        """Inverse of `pack`."""
+        self._part(message).index_copy_(3, slots, rows)
 
-    Bytes that are intact but belong to another request, epoch, layer or range have another digest.
+    def _part(self, message: KVReady) -> Tensor:
+        """The layers and heads of a message, [num_layers, 2, num_heads, num_slots, D], a view."""
+        layers = self._pool[message.layer : message.layer + message.num_layers]
+        return layers[:, :, message.head_start : message.head_start + message.num_heads]
+
+
+def digest(key: bytes, message: KVReady, rows: Tensor) -> bytes:
+    """BLAKE3-128 of KV rows and of where they belong, keyed (32 bytes).
+
+    Bytes that are intact but belong to another request, epoch, layer, head or range have another digest. The sequence
+    number counts transfers, not places, and is left out. BLAKE3 took 0.37 ms for 2 MiB where BLAKE2b took 2.8 and
+    SHA-256 with the processor's own instructions 1.5.
     """
-    place = f"{request_id}\0{epoch}\0{layer}\0{start}\0{tuple(rows.shape)}\0{rows.dtype}".encode()
-    state = hashlib.blake2b(place, digest_size=16, key=key)
-    state.update(rows.contiguous().view(torch.uint8).numpy().data)
-    return state.digest()
+    place = msgspec.structs.replace(message, seq=0, digest=b"")
+    state = blake3(msgspec.msgpack.encode((place, tuple(rows.shape), str(rows.dtype))), key=key)
+    state.update(rows.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return bytes(state.digest(length=16))

@@ -1,23 +1,27 @@
-"""KV rows of one prefill worker -> one decode worker, over a two-rank process group of their own.
+"""KV rows of one prefill rank -> one decode rank, over a two-rank process group of their own.
 
 Rank 0 sends, rank 1 receives, strictly in the order of announcement (as NCCL demands): the sender announces a
 message on the framed connection, the receiver posts the receive and answers with a credit, the sender sends. Data that
 is not ready never has a receive waiting for it. A group that times out or loses its peer is poisoned: dropped, and
 rebuilt under a new key, never used again.
 
-Threads: each end owns one thread that blocks in the group's calls; the engine never does.
+Threads: each end owns one thread that blocks in the group's calls; the engine never does. The sender's thread also takes
+the digests, so the engine computes the next layer meanwhile.
 """
 
 from __future__ import annotations
 
+import hashlib
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
+import msgspec
 import structlog
 import torch
 from torch import Tensor
@@ -29,6 +33,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # exported, but n
 
 from paceline.cluster.errors import LinkPoisoned
 from paceline.cluster.types import KVReady
+from paceline.workers.kv_cache import digest
 
 log = structlog.get_logger(__name__)
 
@@ -59,30 +64,126 @@ def connect_store(host: str, port: int, timeout_s: float) -> TCPStore:
     return TCPStore(host, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
-def make_group(store: TCPStore, key: str, rank: int, interface: str, timeout_s: float) -> Any:
-    """A gloo group of two on one interface. Blocks until the other side joins.
+# --- groups of two --------------------------------------------------------------------------------------
+
+
+class Work(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> object:
+        """Block until it is done; RuntimeError or LinkPoisoned if it cannot be."""
+        ...
+
+
+class Group(Protocol):
+    """Two ranks that exchange tensors: 0 sends, 1 receives.
+
+    `tag` is what either side believes this transfer to be. No caller may depend on more than order: NCCL has no tags.
+    """
+
+    def send(self, rows: Tensor, tag: int) -> Work: ...
+    def recv(self, rows: Tensor, tag: int) -> Work: ...
+
+
+class GlooGroup:
+    """A gloo group of two on one interface. Building it blocks until the other side joins.
 
     Raises:
         LinkPoisoned: it did not join in time.
     """
-    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = timedelta(seconds=timeout_s)
-    options._threads = 1
-    options._devices = [ProcessGroupGloo.create_device(hostname=interface)]
-    try:
-        return ProcessGroupGloo(PrefixStore(key, store), rank, 2, options)
-    except RuntimeError as error:
-        raise LinkPoisoned("link_setup", str(error)[:200]) from error
+
+    def __init__(self, store: TCPStore, name: str, rank: int, interface: str, timeout_s: float) -> None:
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timedelta(seconds=timeout_s)
+        options._threads = 1
+        options._devices = [ProcessGroupGloo.create_device(hostname=interface)]
+        try:
+            self._group: Any = ProcessGroupGloo(PrefixStore(name, store), rank, 2, options)
+        except RuntimeError as error:
+            raise LinkPoisoned("link_setup", str(error)[:200]) from error
+
+    def send(self, rows: Tensor, tag: int) -> Work:
+        """Rank 0. `rows` must stay unchanged until the work is done."""
+        work: Work = self._group.send([rows], 1, tag)
+        return work
+
+    def recv(self, rows: Tensor, tag: int) -> Work:
+        """Rank 1. `rows` is filled when the work is done."""
+        work: Work = self._group.recv([rows], 0, tag)
+        return work
+
+
+class StrictFifoGroup(GlooGroup):
+    """Gloo under NCCL's rules: transfers match by order alone, and one that is not what the receiver expects is an error.
+
+    Gloo itself matches by tag, and so sets right what is out of order. Here a header goes before each transfer, and whoever
+    depends on more than order fails, where over NCCL it would hang or take one message's bytes for another's.
+    """
+
+    def send(self, rows: Tensor, tag: int) -> Work:
+        super().send(_header(rows, tag), 0).wait()
+        return super().send(rows, 0)
+
+    def recv(self, rows: Tensor, tag: int) -> Work:
+        return _StrictReceive(lambda rows: super(StrictFifoGroup, self).recv(rows, 0), rows, tag)
+
+
+def _header(rows: Tensor, tag: int) -> Tensor:
+    return torch.tensor([tag, rows.numel(), rows.element_size()])
+
+
+class _StrictReceive:
+    """A receive that looks at the header before it takes what follows.
+
+    Of several that are posted the headers would overtake the rows of those before, so each is taken in `wait`: in order.
+    """
+
+    def __init__(self, recv: Callable[[Tensor], Work], rows: Tensor, tag: int) -> None:
+        self._recv = recv
+        self._rows = rows
+        self._expected = _header(rows, tag)
+
+    def wait(self) -> object:
+        header = torch.zeros_like(self._expected)
+        self._recv(header).wait()
+        if not torch.equal(header, self._expected):
+            raise LinkPoisoned(
+                "fifo_mismatch",
+                f"expected (tag, elements, bytes of one) {self._expected.tolist()}, got {header.tolist()}",
+            )
+        return self._recv(self._rows).wait()
+
+
+OpenGroup = Callable[[TCPStore, str, int, str, float], Group]
+"""(store, name, rank, interface, timeout in seconds) -> group."""
+
+BACKENDS: dict[str, OpenGroup] = {"gloo": GlooGroup, "strict_fifo": StrictFifoGroup}
+"""By the names that `link.backend` takes."""
+
+
+# --- both ends ------------------------------------------------------------------------------------------
 
 
 class _LinkThread:
     """What both ends share: one daemon thread, one queue, one way to die."""
 
-    def __init__(self, key: str, on_poisoned: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        key: str,
+        *,
+        pair_key: bytes,
+        interface: str,
+        timeout_s: float,
+        open_group: OpenGroup,
+        on_poisoned: Callable[[str, str], None],
+    ) -> None:
         self.key = key
         self.is_poisoned = False
+        self._pair_key = pair_key
+        self._interface = interface
+        self._timeout_s = timeout_s
+        self._open_group = open_group
         self._on_poisoned = on_poisoned
-        self._group: Any = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"kv-link-{key}", daemon=True)
 
@@ -92,72 +193,137 @@ class _LinkThread:
     def _run(self) -> None:
         try:
             self._serve()
-        except (RuntimeError, LinkPoisoned) as error:
+        except Exception as error:  # noqa: BLE001  # whatever ends this thread ends the link, and must be told
             self.is_poisoned = True
             if not self._closed:
                 reason = error.reason if isinstance(error, LinkPoisoned) else "link_poisoned"
                 log.warning("kv_link_poisoned", link=self.key, error=str(error)[:200])
                 self._on_poisoned(self.key, reason)
         finally:
-            self._group = None
+            self._ended()
+
+    def _join(self, store: TCPStore, rank: int) -> Group:
+        """The group, under a name that only the two processes know: the store itself lets anybody in."""
+        name = hashlib.blake2b(self.key.encode(), key=self._pair_key, digest_size=16).hexdigest()
+        return self._open_group(store, name, rank, self._interface, self._timeout_s)
 
     def _serve(self) -> None:
         raise NotImplementedError
+
+    def _ended(self) -> None:
+        """The thread is about to end."""
 
     @property
     def is_usable(self) -> bool:
         return not self.is_poisoned and not self._closed
 
 
+@dataclass(slots=True)
+class _Outgoing:
+    """Rows on their way out, and the message that announces them, still without number and digest."""
+
+    message: KVReady
+    rows: Tensor
+    is_done: threading.Event = field(default_factory=threading.Event)
+    """They were sent, or nobody wanted them."""
+
+
 class LinkSender(_LinkThread):
-    """Prefill's end. `push` from the engine thread; credits from the event loop's."""
+    """Prefill's end. `push` and `after` from the engine thread; credits from the event loop's."""
 
     def __init__(
         self,
         key: str,
         *,
+        pair_key: bytes,
         store: tuple[str, int],
         interface: str,
         timeout_s: float,
         on_poisoned: Callable[[str, str], None],
-        on_sent: Callable[[int], None],
+        announce: Callable[[KVReady], None],
+        on_sent: Callable[[int, float], None],
+        open_group: OpenGroup = GlooGroup,
+        overlap: bool = True,
     ) -> None:
-        super().__init__(key, on_poisoned)
-        self._store_address = store
-        self._interface = interface
-        self._timeout_s = timeout_s
-        self._on_sent = on_sent
-        self._credits: queue.SimpleQueue[tuple[int, bool] | None] = queue.SimpleQueue()
-        self._pending: dict[int, Tensor] = {}
-        self._next_seq = 0
+        """`announce` takes the finished message to the receiver. `on_sent`: bytes, and seconds its digest took.
 
-    def stage(self, rows: Tensor) -> int:
-        """Keep rows until their credit comes; the sequence number to announce them under."""
-        seq = self._next_seq
-        self._next_seq += 1
-        self._pending[seq] = rows
-        return seq
+        `overlap` False: `push` returns when the rows are with the receiver, as if there were no thread.
+        """
+        super().__init__(
+            key,
+            pair_key=pair_key,
+            interface=interface,
+            timeout_s=timeout_s,
+            open_group=open_group,
+            on_poisoned=on_poisoned,
+        )
+        self._store_address = store
+        self._announce = announce
+        self._on_sent = on_sent
+        self._overlap = overlap
+        self._inbox: queue.SimpleQueue[_Outgoing | tuple[int, bool] | Callable[[], None] | None] = (
+            queue.SimpleQueue()
+        )
+        self._announced: dict[int, tuple[_Outgoing, float]] = {}
+        self._next_seq = 0
+        self._has_ended = threading.Event()
+
+    def push(self, message: KVReady, rows: Tensor) -> None:
+        """Announce these rows and send them when their credit comes; they must not change any more."""
+        outgoing = _Outgoing(message, rows)
+        self._inbox.put(outgoing)
+        if not self._overlap:
+            limit = time.monotonic() + self._timeout_s
+            while not outgoing.is_done.wait(0.05):
+                if self._has_ended.is_set() or time.monotonic() > limit:
+                    return  # the hand-off ends by its lease, or because the link is poisoned
+
+    def after(self, action: Callable[[], None]) -> None:
+        """Run this on the link's thread when all that was pushed so far is announced."""
+        self._inbox.put(action)
 
     def credit(self, seq: int, accept: bool) -> None:
         """The receiver posted the receive of message `seq`, or wants nothing of it."""
-        self._credits.put((seq, accept))
+        self._inbox.put((seq, accept))
 
     def close(self) -> None:
-        """Drop the link; staged rows are released."""
+        """Drop the link; what is not sent is released."""
         self._closed = True
-        self._credits.put(None)
+        self._inbox.put(None)
 
     def _serve(self) -> None:
         store = connect_store(*self._store_address, self._timeout_s)
-        self._group = make_group(store, self.key, 0, self._interface, self._timeout_s)
-        while (item := self._credits.get()) is not None:
-            seq, accept = item
-            rows = self._pending.pop(seq, None)
-            if rows is None:
-                raise LinkPoisoned("bad_credit", f"credit for message {seq}, which is not staged")
-            if accept:
-                self._group.send([rows], 1, 0).wait()
-                self._on_sent(rows.nbytes)
+        group = self._join(store, 0)
+        while (item := self._inbox.get()) is not None:
+            match item:
+                case _Outgoing():
+                    self._announce_next(item)
+                case (seq, accept):
+                    self._credited(group, seq, accept)
+                case _:
+                    item()
+
+    def _announce_next(self, outgoing: _Outgoing) -> None:
+        began = time.perf_counter()
+        mark = digest(self._pair_key, outgoing.message, outgoing.rows)
+        seconds = time.perf_counter() - began
+        seq = self._next_seq
+        self._next_seq += 1
+        self._announced[seq] = outgoing, seconds
+        self._announce(msgspec.structs.replace(outgoing.message, seq=seq, digest=mark))
+
+    def _credited(self, group: Group, seq: int, accept: bool) -> None:
+        found = self._announced.pop(seq, None)
+        if found is None:
+            raise LinkPoisoned("bad_credit", f"credit for message {seq}, which was not announced")
+        outgoing, seconds = found
+        if accept:
+            group.send(outgoing.rows, seq).wait()
+            self._on_sent(outgoing.rows.nbytes, seconds)
+        outgoing.is_done.set()
+
+    def _ended(self) -> None:
+        self._has_ended.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,17 +341,24 @@ class LinkReceiver(_LinkThread):
         self,
         key: str,
         *,
+        pair_key: bytes,
         store: LinkStore,
         interface: str,
         timeout_s: float,
         on_poisoned: Callable[[str, str], None],
         on_arrival: Callable[[Arrival], None],
         send_credit: Callable[[int], None],
+        open_group: OpenGroup = GlooGroup,
     ) -> None:
-        super().__init__(key, on_poisoned)
+        super().__init__(
+            key,
+            pair_key=pair_key,
+            interface=interface,
+            timeout_s=timeout_s,
+            open_group=open_group,
+            on_poisoned=on_poisoned,
+        )
         self._store = store
-        self._interface = interface
-        self._timeout_s = timeout_s
         self._on_arrival = on_arrival
         self._send_credit = send_credit
         self._announced: queue.SimpleQueue[tuple[KVReady, torch.Size, torch.dtype] | None] = (
@@ -202,8 +375,8 @@ class LinkReceiver(_LinkThread):
         self._announced.put(None)
 
     def _serve(self) -> None:
-        self._group = make_group(self._store.store, self.key, 1, self._interface, self._timeout_s)
-        posted: queue.SimpleQueue[tuple[KVReady, Tensor, Any]] = queue.SimpleQueue()
+        group = self._join(self._store.store, 1)
+        posted: queue.SimpleQueue[tuple[KVReady, Tensor, Work]] = queue.SimpleQueue()
         num_posted = 0
         while True:
             # Post everything announced so far, then wait for the oldest: credits run ahead of the data.
@@ -213,7 +386,7 @@ class LinkReceiver(_LinkThread):
                     return
                 message, shape, dtype = item
                 rows = torch.empty(shape, dtype=dtype)
-                work = self._group.recv([rows], 0, 0)
+                work = group.recv(rows, message.seq)
                 self._send_credit(message.seq)
                 posted.put((message, rows, work))
                 num_posted += 1

@@ -69,6 +69,11 @@ class LeanDecoder:
         # rotate_half(x) * sin = cat(-x2, x1) * sin = cat(x2, x1) * cat(-sin1, sin2)
         self._sin_PD = torch.cat([-sin[0][:, :half], sin[0][:, half:]], dim=-1).contiguous().numpy()
 
+    @property
+    def rotations(self) -> tuple[FloatArray, FloatArray]:
+        """cos and sin [positions, D], the signs of rotate_half in sin."""
+        return self._cos_PD, self._sin_PD
+
     @staticmethod
     def why_not(config: Any) -> str:
         """Why a model of this configuration cannot run lean; empty if it can."""

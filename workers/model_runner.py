@@ -33,6 +33,7 @@ from paceline.cluster.speculation import Tree
 from paceline.kernels.decide import best, decide
 from paceline.kernels.keyed_noise import gumbel_vocabulary
 from paceline.kernels.tree_attention import tree_attention
+from paceline.workers.few_rows import FewRowsDecoder
 from paceline.workers.kv_cache import KVCache
 from paceline.workers.layers import can_pack, pack_linears
 from paceline.workers.lean import LeanDecoder
@@ -116,8 +117,10 @@ class ModelRunner:
         num_blocks: int,
         block_size: int,
         lean: bool = True,
+        few_rows: bool = False,
         attention: str = "jit",
     ) -> None:
+        """See `load_runner`."""
         config = text_config(model.config)
         self.version = version
         self.vocab_size = int(config.vocab_size)
@@ -134,11 +137,16 @@ class ModelRunner:
         self._attention = attention
         self._model: PreTrainedModel | None = model
         self._lean: LeanDecoder | None = None
+        self._few_rows: FewRowsDecoder | None = None
         self.path = "transformers"
-        """Which forward runs: "lean", or "transformers" and why not lean."""
+        """Which forward runs: "lean", with "few rows" or why not; or "transformers" and why not lean."""
         self._check_hook(model)
         if lean:
             self._try_lean(config)
+        if few_rows and self._lean is not None:
+            self._try_few_rows(model)
+        if self._lean is not None:
+            self._model = None  # its weights live on, repacked
         if can_pack() and self._lean is None:
             pack_linears(model)
         self._warm_up()
@@ -178,7 +186,33 @@ class ModelRunner:
             self.path = f"transformers: lean logits differ by {difference:.1e}"
             return
         self.path = "lean"
-        self._model = None  # its weights live on, repacked
+
+    def _try_few_rows(self, model: PreTrainedModel) -> None:
+        """Take the loop for few rows beside the lean path if the model allows it and the logits are the same."""
+        assert self._lean is not None
+        reason = FewRowsDecoder.why_not(model)
+        if reason:
+            self.path = f"lean, few rows not: {reason}"
+            return
+        few_rows = FewRowsDecoder(model, self._lean)
+        probe = self._few_rows_probe()
+        plain = self.forward(probe)
+        difference = float((few_rows.forward(probe, self.cache) - plain).abs().max())
+        if not difference <= _LEAN_TOLERANCE * max(1.0, float(plain.abs().max())):  # NaN is refused too
+            self.path = f"lean, few rows not: logits differ by {difference:.1e}"
+            return
+        self._few_rows = few_rows
+        self.path = "lean, few rows"
+
+    def _few_rows_probe(self) -> PackedBatch:
+        """Three tokens behind a chunk of fixed ones that is in the pool already."""
+        ids, num = self._probe_ids()
+        table = list(range(-(-len(ids) // self.cache.block_size)))
+        chunk, rest = BatchBuilder(self.cache), BatchBuilder(self.cache)
+        chunk.add_chunk(table, ids[:num], 0, keep_last=False)
+        self.forward(chunk.build()[0])
+        rest.add_chunk(table, ids[num : num + 3], num, keep_last=True, also=range(2))
+        return rest.build()[0]
 
     def _probe_ids(self) -> tuple[np.ndarray, int]:
         """Fixed tokens that fit the smallest pool and context, and how many of them are the chunk."""
@@ -205,6 +239,8 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, batch: PackedBatch) -> Tensor:
         """Run one packed batch; float32 logits [len(keep), V]."""
+        if self._few_rows is not None and self._few_rows.takes(batch):
+            return self._few_rows.forward(batch, self.cache)
         if self._lean is not None:
             return self._lean.forward(batch, self.cache, self._attention)
         assert self._model is not None
@@ -222,11 +258,18 @@ class ModelRunner:
 
 
 def load_runner(
-    folder: Path, *, kv_memory_mb: int, block_size: int, lean: bool = True, attention: str = "jit"
+    folder: Path,
+    *,
+    kv_memory_mb: int,
+    block_size: int,
+    lean: bool = True,
+    few_rows: bool = False,
+    attention: str = "jit",
 ) -> tuple[ModelRunner, str]:
     """Load weights and make the pool; also returns why the pool has the size it has.
 
-    `lean=False` keeps to the plain Hugging Face forward. `attention` is a backend of `tree_attention`.
+    `lean=False` keeps to the plain Hugging Face forward. `few_rows` computes a few tokens of a small model in one loop:
+    its bits depend on the batch, so it is for drafts. `attention` is a backend of `tree_attention`.
 
     Raises:
         ModelError: the folder, its weights or its family cannot be used.
@@ -245,7 +288,13 @@ def load_runner(
     version = weights_version(folder)
     try:
         runner = ModelRunner(
-            model, version, num_blocks=num_blocks, block_size=block_size, lean=lean, attention=attention
+            model,
+            version,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            lean=lean,
+            few_rows=few_rows,
+            attention=attention,
         )
     except ModelError as error:
         raise ModelError(f"model folder {folder}: {error}") from error

@@ -2,20 +2,26 @@
 
 Computes all tokens but the last, which is the root of the decode worker's first step; there is no sampler here.
 A hand-off that fails for any reason is dropped: the decode worker then computes the prompt itself.
+
+Full pools cannot lock each other. Who holds what while waiting for whom: a reservation holds blocks of the decode worker
+and waits for a turn here; a turn holds blocks here and waits for nobody, because its rows are copied out as they are
+made and the youngest prompt gives way to older ones. A prompt without a reservation holds nothing anywhere.
 """
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import random
 import time
 from dataclasses import dataclass, field
 from enum import Enum
 
 import structlog
-import torch
 
-from paceline.cluster import wire
-from paceline.cluster.config import model_folder
+from paceline.cluster import failpoints, wire
 from paceline.cluster.errors import RequestError, WireError
+from paceline.cluster.handoff import head_ranges
 from paceline.cluster.scheduler import Plan, Stream
 from paceline.cluster.types import (
     Abort,
@@ -24,6 +30,7 @@ from paceline.cluster.types import (
     CommitAck,
     Credit,
     Grant,
+    KVPart,
     KVReady,
     Message,
     Prefill,
@@ -34,16 +41,22 @@ from paceline.cluster.types import (
 )
 from paceline.workers.base import Worker
 from paceline.workers.engine import Engine
-from paceline.workers.kv_cache import digest
-from paceline.workers.kv_link import LinkSender
-from paceline.workers.model_runner import load_runner
+from paceline.workers.kv_link import BACKENDS, LinkSender
 
 log = structlog.get_logger(__name__)
 
 JobKey = tuple[str, int]
 
+_MESSAGE_BYTES = 256 << 10
+"""Layers of a short chunk travel together until they are this long: a message costs about as much as that many bytes."""
+_MAX_BACK_OFF = 16
+"""How many times the pause that the decode worker asked for a refused reservation waits at most."""
+_COMPUTE_LIMIT_S = 60.0
+"""Grant to the last token computed."""
+
 
 class JobState(Enum):
+    WAITING = "waiting"
     RESERVING = "reserving"
     COMPUTING = "computing"
     COMMITTING = "committing"
@@ -57,13 +70,18 @@ class PrefillJob:
     gateway: wire.Peer
     decode: wire.Peer
     deadline: float
-    state: JobState = JobState.RESERVING
-    retry_at: float | None = None
+    state: JobState = JobState.WAITING
+    ask_at: float = 0.0
+    """When it may ask for blocks (again)."""
+    num_refused: int = 0
     stream: Stream | None = None
-    link: LinkSender | None = None
+    links: list[tuple[KVPart, LinkSender]] = field(default_factory=list)
     num_messages: int = 0
-    streamed: list[int] = field(default_factory=list)
-    """Tokens announced, by layer."""
+    streamed: int = 0
+    """Tokens whose last layer was pushed."""
+    next_layer: int = 0
+    """First layer of the current chunk that was not pushed."""
+    computed_at: float = 0.0
 
     @property
     def key(self) -> JobKey:
@@ -82,20 +100,7 @@ class PrefillWorker(Worker):
 
     def load(self) -> None:
         prefill = self.config.prefill
-        torch.set_num_threads(prefill.threads)
-        runner, reason = load_runner(
-            model_folder(self.config.model.target),
-            kv_memory_mb=prefill.kv_memory_mb,
-            block_size=self.config.kv.block_size,
-        )
-        log.info(
-            "model_ready",
-            worker=self.member.me.worker_id,
-            forward=runner.path,
-            num_blocks=runner.cache.num_blocks,
-            reason=reason,
-        )
-        self.metrics.forward.labels(runner.path).set(1)
+        runner = self.load_model(self.config.model.target, prefill)
         self._engine = Engine(
             runner,
             token_budget=prefill.token_budget,
@@ -104,9 +109,10 @@ class PrefillWorker(Worker):
             metrics=self.metrics,
             prefix_cache=self.config.kv.prefix_cache,
         )
+        self._heads = head_ranges(runner.cache.layout.num_kv_heads, 1)
         self._jobs: dict[JobKey, PrefillJob] = {}
         self._by_stream: dict[str, PrefillJob] = {}
-        self._links: dict[int, LinkSender] = {}
+        self._links: dict[tuple[wire.Peer, str], LinkSender] = {}
 
     # -- event loop's thread -----------------------------------------------------------------------------
 
@@ -115,9 +121,9 @@ class PrefillWorker(Worker):
             case Prefill():
                 self.spawn(self._accept(peer, message))
             case Credit(link_key, seq, accept):
-                for link in list(self._links.values()):
-                    if link.key == link_key:
-                        link.credit(seq, accept)
+                link = self._links.get((peer, link_key))
+                if link is not None:
+                    link.credit(seq, accept)
             case _:
                 super().on_message(peer, message)
 
@@ -139,23 +145,18 @@ class PrefillWorker(Worker):
         if job.key in self._jobs or job.num_tokens < 1:
             return
         self._jobs[job.key] = job
-        job.retry_at = time.monotonic()
 
     def handle(self, peer: wire.Peer, message: Message) -> None:
         match message:
             case Grant(request_id, epoch):
                 self._granted((request_id, epoch), message)
-            case Refuse(request_id, epoch, reason, retry_after_s):
-                job = self._jobs.get((request_id, epoch))
-                if job is None or job.state is not JobState.RESERVING:
-                    return
-                if retry_after_s > 0 and time.monotonic() < job.deadline:
-                    job.retry_at = time.monotonic() + retry_after_s
-                else:
-                    self._end(job, reason)
+            case Refuse(request_id, epoch):
+                self._refused((request_id, epoch), message)
             case CommitAck(request_id, epoch, ok, reason):
                 job = self._jobs.get((request_id, epoch))
                 if job is not None:
+                    if ok:
+                        self.metrics.kv_exposed_seconds.observe(time.monotonic() - job.computed_at)
                     self._end(job, "" if ok else reason)
             case Abort(request_id, epoch, reason):
                 job = self._jobs.get((request_id, epoch))
@@ -174,28 +175,36 @@ class PrefillWorker(Worker):
                 self._end(job, "decode_lost")
             elif job.gateway is peer:
                 self._end(job, "gateway_lost", tell_decode=True)
-        if peer.identity is not None:
-            link = self._links.pop(peer.identity.incarnation, None)
-            if link is not None:
-                link.close()
+        for place in [place for place in self._links if place[0] is peer]:
+            self._links.pop(place).close()
 
     def tick(self) -> None:
+        """Reserve for the prompts whose turn is next; end what is over its time."""
         now = time.monotonic()
-        # Reserve only when it is a prompt's turn: a reservation holds the decode worker's blocks.
-        has_room = (
-            sum(j.state is not JobState.RESERVING for j in self._jobs.values())
-            < self.config.prefill.max_streams
-        )
-        for job in sorted(self._jobs.values(), key=lambda job: job.message.priority):
-            if has_room and job.retry_at is not None and now >= job.retry_at:
-                job.retry_at = None
-                self._reserve(job)
+        jobs = sorted(self._jobs.values(), key=lambda job: job.message.priority)
+        # A reservation holds the decode worker's blocks, so it is made one step ahead, no more.
+        room = 2 * self.config.prefill.token_budget - sum(self._num_ahead(job) for job in jobs)
+        free = self.config.prefill.max_streams - sum(job.state is not JobState.WAITING for job in jobs)
+        for job in jobs:
             if now > job.deadline:
                 self._end(job, "deadline", tell_decode=True)
+            elif job.state is JobState.WAITING and now >= job.ask_at and room > 0 and free > 0:
+                room -= job.num_tokens
+                free -= 1
+                self._reserve(job)
+
+    @staticmethod
+    def _num_ahead(job: PrefillJob) -> int:
+        """Tokens of this job that have, or are about to have, a place in the queue of the engine."""
+        if job.stream is not None:
+            return job.stream.num_missing
+        return job.num_tokens if job.state is JobState.RESERVING else 0
 
     def _reserve(self, job: PrefillJob) -> None:
         me = self.member.me
         request_id, epoch = job.key
+        job.state = JobState.RESERVING
+        layout = self._engine.runner.cache.layout
         job.decode.send_threadsafe(
             Reserve(
                 request_id,
@@ -203,9 +212,32 @@ class PrefillWorker(Worker):
                 me.worker_id,
                 me.incarnation,
                 job.num_tokens,
-                self._engine.runner.cache.layout,
+                layout,
+                self._heads,
             )
         )
+
+    def _refused(self, key: JobKey, refusal: Refuse) -> None:
+        job = self._jobs.get(key)
+        if job is None or job.state is not JobState.RESERVING:
+            return
+        if refusal.retry_after_s <= 0:
+            # What the decode worker's cache holds is no loss: the prompt's work is done.
+            self._end(job, "" if refusal.reason == "prefix_hit" else refusal.reason)
+        elif time.monotonic() > job.deadline:
+            self._end(job, refusal.reason, tell_decode=True)
+        else:
+            job.state = JobState.WAITING
+            pause = refusal.retry_after_s * min(2**job.num_refused, _MAX_BACK_OFF)
+            job.num_refused += 1
+            # Spread, so that those who wait for the same blocks do not keep asking in the same order.
+            pause *= random.uniform(0.5, 1.0)
+            job.ask_at = time.monotonic() + pause
+            self.soon(lambda: self._wake_in(pause))
+
+    def _wake_in(self, seconds: float) -> None:
+        """Have the engine thread look at its jobs then, if it should be idle (event loop's thread)."""
+        asyncio.get_running_loop().call_later(seconds, self.post, lambda: None)
 
     def _granted(self, key: JobKey, grant: Grant) -> None:
         job = self._jobs.get(key)
@@ -229,41 +261,46 @@ class PrefillWorker(Worker):
             self._end(job, "too_long", tell_decode=True)
             return
         self._by_stream[job.stream.key] = job
-        job.streamed = [0] * self._engine.runner.cache.layout.num_layers
-        job.link = self._link_to(job.decode, grant)
+        job.streamed = grant.start
+        job.links = [(part, self._link_to(job.decode, grant, part.link_key)) for part in grant.parts]
         job.state = JobState.COMPUTING
-        job.deadline = time.monotonic() + 60.0
+        job.deadline = time.monotonic() + _COMPUTE_LIMIT_S
 
-    def _link_to(self, decode: wire.Peer, grant: Grant) -> LinkSender:
-        """The link the receiver named: the one that is up, or a new one in place of a poisoned one."""
-        assert decode.identity is not None
-        incarnation = decode.identity.incarnation
-        link = self._links.get(incarnation)
-        if link is not None and link.key == grant.link_key and link.is_usable:
+    def _link_to(self, decode: wire.Peer, grant: Grant, key: str) -> LinkSender:
+        """The link that the receiver named: the one that is up, or a new one."""
+        link = self._links.get((decode, key))
+        if link is not None and link.is_usable:
             return link
-        if link is not None:
-            link.close()
         config = self.config.link
         link = LinkSender(
-            grant.link_key,
+            key,
+            pair_key=decode.session_key,
             store=(grant.store_host, grant.store_port),
             interface=config.interface,
             timeout_s=config.timeout_s,
-            on_poisoned=lambda key, reason: self.post(lambda: self._link_poisoned(incarnation, key, reason)),
-            on_sent=lambda num_bytes: self.metrics.kv_bytes.labels("sent").inc(num_bytes),
+            open_group=BACKENDS[config.backend],
+            overlap=config.overlap,
+            on_poisoned=lambda key, reason: self.post(lambda: self._link_poisoned(decode, key, reason)),
+            announce=decode.send_threadsafe,
+            on_sent=self._sent,
         )
-        self._links[incarnation] = link
+        self._links[decode, key] = link
         self.metrics.kv_links.labels("opened").inc()
         link.start()
         return link
 
-    def _link_poisoned(self, incarnation: int, key: str, reason: str) -> None:
+    def _sent(self, num_bytes: int, digest_s: float) -> None:
+        """A message left (a link's thread)."""
+        self.metrics.kv_bytes.labels("sent").inc(num_bytes)
+        self.metrics.kv_messages.labels("sent").inc()
+        self.metrics.kv_digest_seconds.labels("sent").inc(digest_s)
+
+    def _link_poisoned(self, decode: wire.Peer, key: str, reason: str) -> None:
         self.metrics.kv_links.labels("poisoned").inc()
-        link = self._links.get(incarnation)
-        if link is not None and link.key == key:
-            del self._links[incarnation]
+        link = self._links.pop((decode, key), None)
+        if link is not None:
             link.close()
-        for job in [j for j in self._jobs.values() if j.link is not None and j.link.key == key]:
+        for job in [j for j in self._jobs.values() if any(of is link for _, of in j.links)]:
             self._end(job, reason, tell_decode=True)
 
     def has_work(self) -> bool:
@@ -272,43 +309,80 @@ class PrefillWorker(Worker):
     def step(self) -> bool:
         result = self._engine.step(on_layer=self._stream_layer)
         for stream in result.computed:
-            # Every row is staged with the link by now: the pool's blocks are free for the next prompt.
+            # Every row is copied out by now: the pool's blocks are free for the next prompt.
             job = self._by_stream.pop(stream.key)
             self._engine.remove(stream)
             job.stream = None
             job.state = JobState.COMMITTING
-            job.deadline = time.monotonic() + self.config.link.lease_s
-            request_id, epoch = job.key
-            job.decode.send_threadsafe(
-                Commit(request_id, epoch, self.member.me.incarnation, job.num_tokens, job.num_messages)
-            )
+            job.computed_at = time.monotonic()
+            job.deadline = job.computed_at + self.config.link.lease_s
+            self._commit(job)
+            if failpoints.enabled:
+                failpoints.hit("committed", job.key[0])
         return result.num_rows > 0
 
+    def _commit(self, job: PrefillJob) -> None:
+        """Say that this was all, once every link has announced what it was given."""
+        message = Commit(*job.key, self.member.me.incarnation, job.num_tokens, job.num_messages)
+        calls = itertools.count(1)
+
+        def commit() -> None:
+            if next(calls) == len(job.links):
+                job.decode.send_threadsafe(message)
+
+        for _, link in job.links:
+            link.after(commit)
+
     def _stream_layer(self, plan: Plan, layer: int) -> None:
-        """One layer's K and V of this step's chunks are in the pool: stage, digest, announce."""
+        """One layer's K and V of this step's chunks are in the pool: push them, or wait for more layers."""
         for segment in plan.segments:
             job = self._by_stream.get(segment.stream.key)
-            if job is None or job.link is None:
+            if job is None:
                 continue
             # From where the last message ended: a preempted prompt is computed again from the start, and is not sent
             # twice; what was adopted from the prefix cache is computed by nobody, and is sent all the same.
-            stop = segment.start + segment.num_rows
-            for start in range(job.streamed[layer], stop, self.config.prefill.token_budget):
-                self._send_rows(job, layer, start, min(start + self.config.prefill.token_budget, stop))
+            self._push(job, layer, segment.start + segment.num_rows)
 
-    def _send_rows(self, job: PrefillJob, layer: int, start: int, stop: int) -> None:
-        """One message: a layer's K and V of the tokens [start, stop)."""
-        assert job.stream is not None and job.link is not None
-        job.streamed[layer] = stop
+    def _push(self, job: PrefillJob, layer: int, stop: int) -> None:
+        """Push the tokens up to `stop` of the layers since the last message, if they are worth one."""
+        layout = self._engine.runner.cache.layout
+        if layer == 0:
+            job.next_layer = 0  # also where a preempted prompt's step was cut off
+        is_last = layer == layout.num_layers - 1
+        num_tokens, num_layers = stop - job.streamed, layer + 1 - job.next_layer
+        if num_tokens < 1:
+            return
+        row_bytes = 2 * layout.num_kv_heads * layout.head_dim * self._engine.runner.cache.dtype.itemsize
+        if is_last or num_tokens * num_layers * row_bytes >= _MESSAGE_BYTES:
+            step = self.config.prefill.token_budget
+            for start in range(job.streamed, stop, step):
+                for part, link in job.links:
+                    self._push_rows(job, part, link, num_layers, start, min(start + step, stop))
+            job.next_layer = layer + 1
+        if is_last:
+            job.streamed = stop
+
+    def _push_rows(
+        self, job: PrefillJob, part: KVPart, link: LinkSender, num_layers: int, start: int, stop: int
+    ) -> None:
+        """One message: `num_layers` layers' K and V of a part's heads, tokens [start, stop)."""
+        assert job.stream is not None
         cache = self._engine.runner.cache
-        rows = cache.gather(layer, cache.slots(self._engine.pool.table(job.stream.key), start, stop))
-        request_id, epoch = job.key
-        mark = digest(self.secrets.link, request_id, epoch, layer, start, rows)
-        seq = job.link.stage(rows)
-        job.num_messages += 1
-        job.decode.send_threadsafe(
-            KVReady(request_id, epoch, job.link.key, seq, layer, start, stop - start, mark)
+        message = KVReady(
+            *job.key,
+            link.key,
+            job.next_layer,
+            num_layers,
+            part.head_start,
+            part.num_heads,
+            start,
+            stop - start,
         )
+        rows = cache.pack(message, cache.slots(self._engine.pool.table(job.stream.key), start, stop))
+        link.push(message, rows)
+        job.num_messages += 1
+        if failpoints.enabled:
+            failpoints.hit("mid_transfer", job.key[0])
 
     def _end(self, job: PrefillJob, reason: str, *, tell_decode: bool = False) -> None:
         """Forget a hand-off and free its blocks. Staged rows stay with the link until their credits came."""
@@ -321,6 +395,12 @@ class PrefillWorker(Worker):
             log.info("handoff_dropped", request=job.key[0], epoch=job.key[1], reason=reason)
             if tell_decode:
                 job.decode.send_threadsafe(Abort(*job.key, reason))
+
+    async def close(self) -> None:
+        await super().close()
+        if self.state != "starting":
+            for link in self._links.values():
+                link.close()
 
     # -- figures -----------------------------------------------------------------------------------------
 

@@ -27,47 +27,46 @@ from paceline.kernels.keyed_noise import gumbel_vocabulary
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """Sampling parameters of R rows as flat tensors, and the position of the token each row decides."""
+    """How each of R rows is sampled, and the position of the token it decides.
 
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    seeds: Tensor
-    choices: Tensor
-    prompts: Tensor
-    positions: Tensor
-    is_greedy: bool = False
-    """Every row is plain argmax: the tensors are empty, for nothing reads them."""
+    Plain Python, because most steps have a row or a few, where a tensor costs more than its content.
+    """
+
+    samplings: list[Sampling]
+    positions: list[int]
 
     @classmethod
     def build(
         cls, samplings: Sequence[Sampling], counts: Sequence[int], positions: npt.NDArray[np.int64]
     ) -> SamplingRows:
         """`counts[i]` consecutive rows for `samplings[i]`; positions int64 [R]."""
-        if all(sampling.temperature == 0 for sampling in samplings):
-            return _GREEDY
-        index = np.repeat(np.arange(len(samplings)), np.asarray(counts))
+        rows = [s for s, num in zip(samplings, counts, strict=True) for _ in range(num)]
+        return cls(rows, positions.tolist())
 
-        def column(name: str, dtype: type) -> Tensor:
-            values = [getattr(s, name) for s in samplings]
-            return torch.from_numpy(np.asarray(values, dtype)[index])
+    @property
+    def is_greedy(self) -> bool:
+        """Every row is plain argmax."""
+        return all(s.temperature == 0 for s in self.samplings)
 
-        seeds = np.asarray([s.seed for s in samplings], np.uint64).view(np.int64)[index]
-        return cls(
-            column("temperature", np.float32),
-            column("top_k", np.int64),
-            column("top_p", np.float32),
-            column("min_p", np.float32),
-            torch.from_numpy(seeds),
-            column("choice", np.int64),
-            column("prompt_index", np.int64),
-            torch.from_numpy(np.asarray(positions, np.int64)),
-        )
+    @property
+    def is_filtered(self) -> bool:
+        """Some row is drawn from less than the whole vocabulary."""
+        return any(s.temperature > 0 and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0) for s in self.samplings)
+
+    @property
+    def keys(self) -> list[tuple[int, int, int, int]]:
+        """Noise key of each row: seed, choice, prompt, position."""
+        return [
+            (s.seed, s.choice, s.prompt_index, at)
+            for s, at in zip(self.samplings, self.positions, strict=True)
+        ]
+
+    def column(self, name: str, dtype: torch.dtype) -> Tensor:
+        """One sampling parameter of all rows, [R]."""
+        return torch.tensor([getattr(s, name) for s in self.samplings], dtype=dtype)
 
 
-_NONE = torch.empty(0)
-_GREEDY = SamplingRows(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, is_greedy=True)
+FloatArray = npt.NDArray[np.float32]
 
 
 class NoiseSource(Protocol):
@@ -82,7 +81,7 @@ class DirectNoise:
     """Computed when asked: the plain twin. Siblings share a row, so each distinct key is computed once."""
 
     def rows(self, rows: SamplingRows, num_ids: int) -> Tensor:
-        keys = torch.stack([rows.seeds, rows.choices, rows.prompts, rows.positions], dim=1)
+        keys = torch.tensor([(_signed(seed), *rest) for seed, *rest in rows.keys])
         distinct, inverse = torch.unique(keys, dim=0, return_inverse=True)
         noise = gumbel_vocabulary(distinct[:, 0], distinct[:, 3], distinct[:, 1], distinct[:, 2], num_ids)
         return noise[inverse]
@@ -97,22 +96,22 @@ class CachedNoise:
     def __init__(self, max_bytes: int = 32 << 20, span: int = 16) -> None:
         self._max_bytes = max_bytes
         self._span = span
-        self._blocks: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
+        self._blocks: OrderedDict[tuple[int, ...], FloatArray] = OrderedDict()
         self._bytes = 0
 
     def rows(self, rows: SamplingRows, num_ids: int) -> Tensor:
-        keys = torch.stack([rows.seeds, rows.choices, rows.prompts, rows.positions], dim=1).tolist()
-        span = self._span_for(len({tuple(key[:3]) for key in keys}), num_ids)
-        return torch.stack(
-            [self._row((seed, choice, prompt), at, num_ids, span) for seed, choice, prompt, at in keys]
-        )
+        keys = rows.keys
+        span = self._span_for(len({key[:3] for key in keys}), num_ids)
+        drawn = [self._row((seed, choice, prompt), at, num_ids, span) for seed, choice, prompt, at in keys]
+        return torch.from_numpy(np.stack(drawn) if len(drawn) > 1 else drawn[0][None])
 
     def _span_for(self, num_streams: int, num_ids: int) -> int:
         """Positions of a block, a power of two: two blocks of every stream fit, or each would push out the next."""
         room = self._max_bytes // (2 * 4 * num_ids * max(1, num_streams))
         return min(self._span, 1 << max(0, room.bit_length() - 1))
 
-    def _row(self, stream: tuple[int, int, int], position: int, num_ids: int, span: int) -> Tensor:
+    def _row(self, stream: tuple[int, int, int], position: int, num_ids: int, span: int) -> FloatArray:
+        """float32 [num_ids], not to be written to."""
         block, offset = divmod(position, span)
         key = (*stream, block, num_ids, span)
         noise = self._blocks.get(key)
@@ -124,13 +123,22 @@ class CachedNoise:
                 self._bytes -= self._blocks.popitem(last=False)[1].nbytes
         else:
             self._blocks.move_to_end(key)
-        return noise[offset]
+        row: FloatArray = noise[offset]
+        return row
 
     @staticmethod
-    def _compute(stream: tuple[int, int, int], span: range, num_ids: int) -> Tensor:
+    def _compute(stream: tuple[int, int, int], span: range, num_ids: int) -> FloatArray:
         positions = torch.arange(span.start, span.stop)
-        same = [torch.full_like(positions, value) for value in stream]
-        return gumbel_vocabulary(same[0], positions, same[1], same[2], num_ids)
+        seed, choice, prompt = (
+            torch.full_like(positions, value) for value in (_signed(stream[0]), *stream[1:])
+        )
+        noise: FloatArray = gumbel_vocabulary(seed, positions, choice, prompt, num_ids).numpy()
+        return noise
+
+
+def _signed(seed: int) -> int:
+    """The same 64 bits as torch can hold them."""
+    return seed - (1 << 64) if seed >= 1 << 63 else seed
 
 
 def perturb(logits_RV: Tensor, rows: SamplingRows, noise: NoiseSource | None = None) -> Tensor:
@@ -143,11 +151,23 @@ def perturb(logits_RV: Tensor, rows: SamplingRows, noise: NoiseSource | None = N
     """
     if rows.is_greedy:
         return logits_RV
-    scores = filter_logits(logits_RV, rows.temperature, rows.top_k, rows.top_p, rows.min_p)
+    temperatures = [s.temperature for s in rows.samplings]
+    if rows.is_filtered:
+        scores = filter_logits(
+            logits_RV,
+            rows.column("temperature", torch.float32),
+            rows.column("top_k", torch.int64),
+            rows.column("top_p", torch.float32),
+            rows.column("min_p", torch.float32),
+        )
+    elif all(temperature in {0, 1} for temperature in temperatures):
+        scores = logits_RV
+    else:  # what filter_logits does first
+        scores = logits_RV / torch.tensor([[temperature or 1.0] for temperature in temperatures])
     drawn = (noise or DirectNoise()).rows(rows, logits_RV.shape[-1])
-    if bool((rows.temperature > 0).all()):
+    if all(temperatures):
         return scores + drawn
-    return torch.where((rows.temperature > 0)[:, None], scores + drawn, scores)
+    return torch.where(rows.column("temperature", torch.float32)[:, None] > 0, scores + drawn, scores)
 
 
 def choose(

@@ -28,6 +28,8 @@ class Piece:
     finish: Literal["stop", "length"] | None = None
     scored: list[Scored] = field(default_factory=list)
     """The tokens read for it, if the request asked for log-probabilities; a token that ended the text is not shown."""
+    token_ids: list[int] = field(default_factory=list)
+    """The tokens read for it, one that ended the text included."""
 
 
 class Choice:
@@ -44,10 +46,16 @@ class Choice:
         stops: Sequence[str],
         received: float,
         *,
+        keep_stop: bool = False,
         echo: str | None = None,
         is_echo_only: bool = False,
     ) -> None:
-        """`echo` is put before the text, with the prompt's log-probabilities if the request has any; alone if it is all."""
+        """
+        Args:
+            keep_stop: the stop string that ends the text is part of it.
+            echo: put before the text, with the prompt's log-probabilities if the request has any; alone if
+                `is_echo_only`.
+        """
         self.index = index
         self.request = request
         self.report = StreamReport()
@@ -60,9 +68,10 @@ class Choice:
         self._is_echo_only = is_echo_only
         self._num_chars = len(echo or "")
         self._scored: list[Scored] = []
+        self._token_ids: list[int] = []
         self._stop_ids = frozenset(request.stop_ids)
         self._detokenizer = Detokenizer(tokenizer)
-        self._stops = StopStrings(stops)
+        self._stops = StopStrings(stops, keep=keep_stop)
         self._finish: Literal["stop", "length"] | None = None
         self._last_event = 0.0
 
@@ -85,12 +94,12 @@ class Choice:
                 if self._stops.is_matched and event.finish is None:
                     break  # leaving the block closes the iterator: the cluster stops working on it
                 if self._finish is None and event.tokens:
-                    yield Piece(self, text, self.num_tokens, None, self._take_scored())
+                    yield self._piece(text)
                     text = ""
         if self._finish is None:
             raise StreamFailed("the stream ended before it was finished")
         self.report.timeline.stamp("done")
-        yield Piece(self, text, self.num_tokens, self._finish, self._take_scored())
+        yield self._piece(text)
 
     def _read(self, event: StreamEvent) -> str:
         """The text that an event makes certain; sets the finish where the text ends."""
@@ -105,6 +114,7 @@ class Choice:
             if self._finish is not None:
                 return text
             self.num_tokens += 1
+            self._token_ids.append(token)
             if token in self._stop_ids:
                 return text + self._end("stop")
             if scores is not None:
@@ -136,9 +146,15 @@ class Choice:
         if self._echo is not None and self.request.logprobs is not None:
             self._scored.extend(self.prompt_scored)
 
-    def _take_scored(self) -> list[Scored]:
-        taken, self._scored = self._scored, []
-        return taken
+    def _piece(self, text: str) -> Piece:
+        piece = Piece(self, text, self.num_tokens, self._finish, self._scored, self._token_ids)
+        self._scored, self._token_ids = [], []
+        return piece
+
+    @property
+    def num_scored_prompt(self) -> int:
+        """Tokens of the prompt among the scored ones of the pieces."""
+        return len(self.prompt_scored) if self._echo is not None and self.request.logprobs is not None else 0
 
     def _end(self, finish: Literal["stop", "length"]) -> str:
         """What was held back. A stop string in it counts: the text reads the same wherever the stream ended."""

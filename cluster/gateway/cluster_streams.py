@@ -2,26 +2,34 @@
 
 The gateway keeps the token ids of every open stream. When a decode worker dies, the stream becomes a new attempt
 (epoch + 1) on another worker, which starts from prompt and output; keyed noise makes it continue with the same text.
+The router is told whom each attempt keeps busy, and of requests that crash workers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 import msgspec
 import structlog
 
-from paceline.cluster import wire
+from paceline.cluster import failpoints, wire
+from paceline.cluster.admission import Quarantine, request_digest
 from paceline.cluster.config import ClusterConfig
-from paceline.cluster.errors import Unavailable, WireError
+from paceline.cluster.errors import Overloaded, RequestError, Unavailable, WireError
+from paceline.cluster.gateway.crashes import CrashRecord
 from paceline.cluster.gateway.streams import StreamEvent, StreamReport
 from paceline.cluster.membership import Member
 from paceline.cluster.metrics import Metrics
-from paceline.cluster.router import choose, ready_workers
+from paceline.cluster.prefixes import prefix_marks
+from paceline.cluster.router import Policy, candidates, choose, ready_workers
 from paceline.cluster.types import (
+    NO_PROBATION,
+    NO_ROOM,
+    QUARANTINED,
     SOURCE_NAMES,
     Abort,
     Assignment,
@@ -33,23 +41,27 @@ from paceline.cluster.types import (
     Message,
     Prefill,
     PrefillLost,
+    Progress,
     Request,
     Route,
+    State,
     WorkerInfo,
 )
+from paceline.cluster.types import Quarantine as QuarantineNotice
 
 log = structlog.get_logger(__name__)
 
 _ROUTE_TIMEOUT_S = 1.0
-_MAX_CRASHES = 3
-"""A stream in flight at this many crashes of its decode worker is ended: it may be what kills them."""
+_BLIND_RETRY_S = 2.0
+"""What those turned away while there is no router are told: nobody measures."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Lost:
-    """Put into an attempt's queue when its decode worker is gone."""
+    """Put into an attempt's queue when its decode worker is gone, or gives the stream back."""
 
     reason: str
+    is_crash: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -59,9 +71,29 @@ class _Attempt:
     request_id: str
     epoch: int
     decode: wire.Peer
+    busy: Progress
+    """Whom it keeps busy, as the router should know it."""
     prefill: wire.Peer | None = None
     queue: asyncio.Queue[Delta | _Lost] = field(default_factory=asyncio.Queue)
     has_tokens: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _StreamState:
+    """One stream, over all its attempts."""
+
+    request: Request
+    digest: bytes
+    """What it asks for, see `request_digest`."""
+    output: list[int] = field(default_factory=list)
+    avoid: list[int] = field(default_factory=list)
+    """Incarnations that failed it, or are about to end."""
+    crashes: CrashRecord = field(default_factory=CrashRecord)
+    epoch: int = 0
+
+
+def _worker_crashed(message: str) -> RequestError:
+    return RequestError(message, code="worker_crashed", status=500)
 
 
 class ClusterStreams:
@@ -69,20 +101,35 @@ class ClusterStreams:
 
     def __init__(self, config: ClusterConfig, metrics: Metrics) -> None:
         self._config = config
+        self._policy = Policy.of(config)
         self._metrics = metrics
         self._member: Member | None = None
         self._attempts: dict[tuple[str, int], _Attempt] = {}
         self._routes: dict[tuple[str, int], asyncio.Future[Assignment]] = {}
         self._news = asyncio.Event()
+        self._num_waiting = 0
+        self._quarantine = Quarantine()
+        self._told: wire.Peer | None = None
+        """The router that knows of all attempts."""
+        self._is_draining = False
 
     def attach(self, member: Member) -> None:
         """Use this membership; it must have been built with this object as its resident."""
         self._member = member
 
+    def drain(self) -> None:
+        """Take nothing new; what runs goes on."""
+        self._is_draining = True
+        self.member.announce()
+
     # -- Resident ----------------------------------------------------------------------------------------
 
     def describe(self, info: WorkerInfo) -> WorkerInfo:
-        return msgspec.structs.replace(info, state="ready", num_streams=len(self._attempts))
+        return msgspec.structs.replace(info, state=self._state, num_streams=len(self._attempts))
+
+    @property
+    def _state(self) -> State:
+        return "draining" if self._is_draining else "ready"
 
     def metrics_text(self) -> bytes:
         self._metrics.streams.set(len(self._attempts))
@@ -99,22 +146,45 @@ class ClusterStreams:
                 waiting = self._routes.pop((request_id, epoch), None)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(message)
-            case Abort(request_id, epoch):
+            case Abort(request_id, epoch, reason):
                 attempt = self._attempts.get((request_id, epoch))
-                if attempt is not None and attempt.prefill is peer:
+                if attempt is not None and attempt.decode is peer:
+                    attempt.queue.put_nowait(_Lost(reason, is_crash=False))
+                elif attempt is not None and attempt.prefill is peer:
                     attempt.decode.send(PrefillLost(request_id, epoch))
             case _:
                 peer.close(f"a gateway has no use for {type(message).__name__}")
 
     def on_peer_lost(self, peer: wire.Peer) -> None:
+        is_crash = not self._is_leaving(peer)
         for attempt in self._attempts.values():
             if attempt.decode is peer:
-                attempt.queue.put_nowait(_Lost(peer.close_reason))
+                attempt.queue.put_nowait(_Lost(peer.close_reason, is_crash))
             elif attempt.prefill is peer and not attempt.has_tokens:
                 attempt.decode.send(PrefillLost(attempt.request_id, attempt.epoch))
 
+    def _is_leaving(self, peer: wire.Peer) -> bool:
+        """It said that it would: a worker that drains closes its connections in the end."""
+        return any(
+            peer.identity == wire.Identity(w.worker_id, w.incarnation) and w.state == "draining"
+            for w in self.member.directory.workers
+        )
+
     def on_directory(self, directory: Directory) -> None:
         self._news.set()
+        router = self.member.router
+        if router is not None and router is not self._told:
+            self._told = router
+            for attempt in self._attempts.values():
+                router.send(attempt.busy)
+            digests = self._quarantine.living(time.monotonic())
+            if digests:
+                router.send(QuarantineNotice(digests))
+
+    def _tell(self, message: Progress | QuarantineNotice) -> None:
+        """The router, if there is one; another will be told by `on_directory`."""
+        if self.member.router is not None:
+            self.member.router.send(message)
 
     # -- Streams -----------------------------------------------------------------------------------------
 
@@ -125,91 +195,181 @@ class ClusterStreams:
 
     @property
     def is_ready(self) -> bool:
-        return bool(ready_workers(self.member.directory.workers, "decode"))
+        return not self._is_draining and bool(ready_workers(self.member.directory.workers, "decode"))
 
     async def run(self, request: Request, report: StreamReport) -> AsyncIterator[StreamEvent]:
         """See `Streams.run`."""
+        if self._is_draining:
+            raise Unavailable("this gateway is about to end")
         # Workers know streams of many gateways, whose clients may choose equal request ids.
         request = msgspec.structs.replace(request, id=f"{request.id}@{self.member.me.incarnation:x}")
-        output: list[int] = []
-        avoid: list[int] = []
-        epoch = 0
-        while True:
-            attempt: _Attempt | None = None
-            async for found in self._begin(request, epoch, output, avoid, report):
-                if isinstance(found, StreamEvent):
-                    yield found
-                else:
-                    attempt = found
-            assert attempt is not None
-            finished = False
-            try:
-                async for event in self._follow(attempt, output, report):
-                    if isinstance(event, _Lost):
-                        break
-                    finished = event.finish is not None
-                    yield event
-                if finished:
-                    return
-            finally:
-                self._end(attempt, cancel=not finished)
-            report.num_recoveries += 1
-            self._metrics.recoveries.labels("decode_lost").inc()
-            log.warning("stream_moved", request=request.id, epoch=epoch, emitted=len(output))
-            if report.num_recoveries >= _MAX_CRASHES:
-                yield StreamEvent(
-                    (), finish="error", error="worker_crashed: the stream's workers died repeatedly"
+        state = _StreamState(request, request_digest(request))
+        if self._quarantine.holds(state.digest, time.monotonic()):
+            raise self._quarantined()
+        finished = False
+        try:
+            while True:
+                attempt: _Attempt | None = None
+                async for found in self._begin(state, report):
+                    if isinstance(found, StreamEvent):
+                        yield found
+                    else:
+                        attempt = found
+                assert attempt is not None
+                lost: _Lost | None = None
+                try:
+                    async for event in self._follow(attempt, state.output, report):
+                        if isinstance(event, _Lost):
+                            lost = event
+                            break
+                        finished = event.finish is not None
+                        yield event
+                    if finished:
+                        return
+                finally:
+                    self._end(attempt, cancel=not finished)
+                assert lost is not None
+                report.num_recoveries += 1
+                self._metrics.recoveries.labels("decode_lost" if lost.is_crash else "handed_over").inc()
+                log.warning(
+                    "stream_moved",
+                    request=request.id,
+                    epoch=state.epoch,
+                    emitted=len(state.output),
+                    reason=lost.reason,
                 )
-                return
-            assert attempt.decode.identity is not None
-            avoid.append(attempt.decode.identity.incarnation)
-            epoch += 1
+                await self._prepare_next(state, attempt, lost)
+        finally:
+            if not finished:  # the router may have counted a stream that never began, or keep a worker for it
+                self._tell(Progress(request.id, state.epoch))
+
+    async def _prepare_next(self, state: _StreamState, attempt: _Attempt, lost: _Lost) -> None:
+        """After a lost attempt: the next epoch, after a pause if it was a crash.
+
+        Raises:
+            RequestError: there is no next one.
+        """
+        assert attempt.decode.identity is not None
+        state.avoid.append(attempt.decode.identity.incarnation)
+        state.epoch += 1
+        if not lost.is_crash:
+            return
+        crashes = state.crashes
+        crashes.crashed(len(state.output))
+        if crashes.is_poison:
+            log.error("request_quarantined", request=state.request.id, digest=state.digest.hex())
+            self._quarantine.add(state.digest, time.monotonic())
+            self._tell(QuarantineNotice((state.digest,)))
+            raise _worker_crashed("its workers died repeatedly; the same request is not accepted for a while")
+        if crashes.is_spent:
+            raise _worker_crashed("its workers died repeatedly")
+        await asyncio.sleep(crashes.pause_s())
+
+    def _quarantined(self) -> RequestError:
+        self._metrics.turned_away.labels("quarantined").inc()
+        return _worker_crashed("this request ended several workers; it is not accepted for a while")
 
     # -- one attempt -------------------------------------------------------------------------------------
 
     async def _begin(
-        self, request: Request, epoch: int, output: list[int], avoid: list[int], report: StreamReport
+        self, state: _StreamState, report: StreamReport
     ) -> AsyncIterator[StreamEvent | _Attempt]:
-        """Find workers and start the attempt; waiting events until there is one."""
+        """Find workers and start the attempt; waiting events until there is one.
+
+        Raises:
+            Overloaded: there is no room, and nothing was done for this request yet.
+            Unavailable: no worker came within the recovery limit.
+            RequestError: the request is quarantined.
+        """
+        request, epoch, output = state.request, state.epoch, state.output
+        tokens = (*request.prompt_ids, *output) if output else request.prompt_ids
+        kv = self._config.kv
+        marks = prefix_marks(tokens, kv.block_size, request.cache_salt) if kv.prefix_cache else b""
+        route = Route(
+            request.id,
+            epoch,
+            len(tokens),
+            request.speculate,
+            tuple(state.avoid),
+            request.needs_prompt_logits,
+            marks,
+            is_new=epoch == 0,
+            digest=state.digest,
+            alone=state.crashes.is_suspect,
+        )
         limit = time.monotonic() + self._config.gateway.recovery_limit_s
         last_sign = time.monotonic()
         while True:
             self._news.clear()
-            assignment = await self._assign(request, epoch, len(output), avoid)
+            assignment = await self._assign(route)
             if assignment.decode is not None:
                 try:
                     decode = await self.member.peer_to(assignment.decode)
                     break
                 except WireError as error:
                     log.info("decode_unreachable", worker=assignment.decode.worker_id, error=str(error))
-                    avoid.append(assignment.decode.incarnation)
+                    state.avoid.append(assignment.decode.incarnation)
+                    self._tell(Progress(request.id, epoch))
+            self._check_refusal(route, assignment)
+            route = msgspec.structs.replace(route, is_new=False, avoid=tuple(state.avoid))
             now = time.monotonic()
+            if assignment.reason == NO_PROBATION:  # there are workers: its turn will come
+                limit = now + self._config.gateway.recovery_limit_s
             if now > limit:
                 waited = self._config.gateway.recovery_limit_s
                 raise Unavailable(f"no decode worker became ready within {waited:.0f} s")
             if now - last_sign >= self._config.gateway.keepalive_s:
                 last_sign = now
                 yield StreamEvent(())
-            try:
-                await asyncio.wait_for(self._news.wait(), 0.25)
-            except TimeoutError:
-                continue
-        attempt = _Attempt(request.id, epoch, decode)
+            await self._wait_for_news()
+        yield await self._start(state, decode, assignment, report)
+
+    def _check_refusal(self, route: Route, assignment: Assignment) -> None:
+        """Turn a stream away that shall not wait: by the router's word, or because too many wait here already."""
+        if assignment.reason == QUARANTINED:
+            raise self._quarantined()
+        if not route.is_new:
+            return
+        if assignment.reason == NO_ROOM:
+            self._metrics.turned_away.labels("no_room").inc()
+            raise Overloaded("all workers are busy and their queues are full", assignment.retry_after_s)
+        if self._num_waiting >= self._config.decode.replicas * self._policy.max_streams:
+            self._metrics.turned_away.labels("no_worker").inc()
+            raise Overloaded("too many requests wait for a worker already", _BLIND_RETRY_S)
+
+    async def _wait_for_news(self) -> None:
+        self._num_waiting += 1
+        try:
+            await asyncio.wait_for(self._news.wait(), 0.25)
+        except TimeoutError:
+            return
+        finally:
+            self._num_waiting -= 1
+
+    async def _start(
+        self, state: _StreamState, decode: wire.Peer, assignment: Assignment, report: StreamReport
+    ) -> _Attempt:
+        """Send the stream to the workers it was given."""
+        request, epoch = state.request, state.epoch
+        assert assignment.decode is not None
+        prefill = assignment.prefill.incarnation if assignment.prefill is not None else 0
+        num_prefill = len(request.prompt_ids) + len(state.output) - 1
+        busy = Progress(request.id, epoch, assignment.decode.incarnation, prefill, num_prefill)
+        attempt = _Attempt(request.id, epoch, decode, busy)
         self._attempts[request.id, epoch] = attempt
         report.timeline.stamp("routed")
         report.decode_workers.append(assignment.decode.worker_id)
         report.draft_worker = assignment.draft.worker_id if assignment.draft is not None else ""
         report.prefill_worker = assignment.prefill.worker_id if assignment.prefill is not None else ""
-        decode.send(
-            Generate(request, epoch, tuple(output), assignment.prefill, assignment.draft, assignment.reason)
-        )
+        output = tuple(state.output)
+        decode.send(Generate(request, epoch, output, assignment.prefill, assignment.draft, assignment.reason))
         if assignment.prefill is not None:
             try:
-                await self._start_prefill(request, attempt, output, assignment)
+                await self._start_prefill(request, attempt, state.output, assignment)
             except BaseException:  # the client left while the connection was made
                 self._end(attempt, cancel=True)
                 raise
-        yield attempt
+        return attempt
 
     async def _start_prefill(
         self, request: Request, attempt: _Attempt, output: list[int], assignment: Assignment
@@ -232,29 +392,27 @@ class ClusterStreams:
             )
         )
 
-    async def _assign(self, request: Request, epoch: int, num_output: int, avoid: list[int]) -> Assignment:
+    async def _assign(self, route: Route) -> Assignment:
         """Ask the router; without one, apply the same policy to the last directory."""
-        route = Route(
-            request.id,
-            epoch,
-            len(request.prompt_ids) + num_output,
-            request.speculate,
-            tuple(avoid),
-            request.needs_prompt_logits,
-        )
+        key = route.request_id, route.epoch
         router = self.member.router
         if router is not None:
             waiting: asyncio.Future[Assignment] = asyncio.get_running_loop().create_future()
-            self._routes[request.id, epoch] = waiting
+            self._routes[key] = waiting
             router.send(route)
             try:
                 return await asyncio.wait_for(waiting, _ROUTE_TIMEOUT_S)
             except TimeoutError:
-                log.warning("router_slow", request=request.id)
+                log.warning("router_slow", request=route.request_id)
             finally:
-                self._routes.pop((request.id, epoch), None)
+                self._routes.pop(key, None)
         workers = self.member.directory.workers
-        return choose(route, workers, min_remote_tokens=self._config.kv.min_remote_tokens)
+        streams = {w.incarnation: w.num_streams for w in workers}
+        own = Counter(attempt.busy.decode for attempt in self._attempts.values())
+        for incarnation, num in own.items():
+            streams[incarnation] = max(num, streams.get(incarnation, 0))
+        assignment = choose(route, candidates(workers, streams), self._policy)
+        return msgspec.structs.replace(assignment, retry_after_s=_BLIND_RETRY_S)
 
     async def _follow(
         self, attempt: _Attempt, output: list[int], report: StreamReport
@@ -278,6 +436,8 @@ class ClusterStreams:
                 )
                 yield _Lost("out of order")
                 return
+            if failpoints.enabled:
+                failpoints.hit("mid_stream", attempt.request_id)
             self._record(attempt, item, report)
             output.extend(item.tokens)
             yield StreamEvent(
@@ -286,8 +446,10 @@ class ClusterStreams:
             if item.finish is not None:
                 return
 
-    @staticmethod
-    def _record(attempt: _Attempt, delta: Delta, report: StreamReport) -> None:
+    def _record(self, attempt: _Attempt, delta: Delta, report: StreamReport) -> None:
+        if not attempt.has_tokens and attempt.busy.prefill:  # the prompt's KV is there
+            attempt.busy = Progress(attempt.request_id, attempt.epoch, attempt.busy.decode)
+            self._tell(attempt.busy)
         attempt.has_tokens = True
         report.num_steps += 1
         report.num_drafted += delta.num_drafted
@@ -295,13 +457,16 @@ class ClusterStreams:
         if delta.kv_source:
             report.kv_sources.append(delta.kv_source)
             report.kv_bytes += delta.kv_bytes
+            report.kv_skipped_tokens += delta.kv_skipped_tokens
+            report.kv_exposed_s += delta.kv_exposed_s
         for source in delta.sources:
             name = SOURCE_NAMES[source]
             report.tokens_by_source[name] = report.tokens_by_source.get(name, 0) + 1
 
     def _end(self, attempt: _Attempt, *, cancel: bool) -> None:
         """Forget an attempt; unless it finished, tell its workers that nobody waits."""
-        self._attempts.pop((attempt.request_id, attempt.epoch), None)
+        if self._attempts.pop((attempt.request_id, attempt.epoch), None) is not None:
+            self._tell(Progress(attempt.request_id, attempt.epoch))
         if cancel:
             message = Cancel(attempt.request_id, attempt.epoch)
             attempt.decode.send(message)

@@ -1,37 +1,67 @@
-"""ASGI request -> the same with an id and a bounded body; its response -> the same with that id, counted."""
+"""ASGI request -> the same with an id, a known caller and a bounded body; its response -> the same with that id, counted."""
 
 from __future__ import annotations
 
+import asyncio
 import re
+import secrets
 import time
 import uuid
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.cluster.errors import RequestError
+from paceline.cluster.gateway.auth import OPEN_PATHS, authenticate
 from paceline.cluster.gateway.problems import problem_of
+from paceline.cluster.keys import Key, KeyStore
 from paceline.cluster.metrics import Metrics
 
 _SANE_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _CLIENT_GONE = 499
 
 
-class Envelope:
-    """Middleware around every route. Leaves `request_id` and `received` (monotonic seconds) in the request's state.
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sent a request, and under which names it runs."""
 
-    An error that no handler knew becomes a 500 here. A client's own request id must not be in use by another open
-    request: it names the streams of this request throughout the cluster.
+    request_id: str
+    """The client's own, if it is a sane one."""
+    stream_id: str
+    """The same, unless another open request has it: it names this one's streams throughout the cluster."""
+    received: float
+    """Monotonic seconds."""
+    key: Key | None = None
+
+    def salt(self, salt: str) -> str:
+        """Who shares computed prefixes: with keys, only requests of one key. Others could tell from the time it takes."""
+        return salt if self.key is None else f"{self.key.id}/{salt}"
+
+
+class Envelope:
+    """Middleware around every route. Leaves `caller` in the request's state.
+
+    An error that no handler knew becomes a 500 here.
     """
 
     def __init__(
-        self, app: ASGIApp, *, metrics: Metrics, max_body_bytes: int, routes: Collection[str]
+        self,
+        app: ASGIApp,
+        *,
+        metrics: Metrics,
+        keys: KeyStore | None,
+        max_body_bytes: int,
+        body_timeout_s: float,
+        routes: Collection[str],
     ) -> None:
         self._app = app
         self._metrics = metrics
+        self._keys = keys
         self._max_body_bytes = max_body_bytes
+        self._body_timeout_s = body_timeout_s
         self._routes = sorted(routes, key=len, reverse=True)
         self._open: set[str] = set()
 
@@ -42,9 +72,10 @@ class Envelope:
         headers = Headers(scope=scope)
         asked = headers.get("x-request-id", "")
         request_id = asked if _SANE_ID.fullmatch(asked) else uuid.uuid4().hex
-        is_taken = request_id in self._open
-        self._open.add(request_id)
-        scope.setdefault("state", {}).update(request_id=request_id, received=time.monotonic())
+        stream_id = request_id
+        while stream_id in self._open:  # the client tried again before we saw that its connection broke
+            stream_id = f"{request_id}.{secrets.token_hex(4)}"
+        self._open.add(stream_id)
         status = 0
 
         async def send_with_id(message: Message) -> None:
@@ -55,8 +86,10 @@ class Envelope:
             await send(message)
 
         try:
-            self._refuse_at_once(headers, request_id if is_taken else "")
-            await self._app(scope, _bounded(receive, self._max_body_bytes), send_with_id)
+            key = self._admit(scope["path"], headers)
+            caller = Caller(request_id, stream_id, time.monotonic(), key)
+            scope.setdefault("state", {})["caller"] = caller
+            await self._app(scope, self._bounded(receive), send_with_id)
         except ClientDisconnect:
             status = status or _CLIENT_GONE
         except Exception as error:  # noqa: BLE001 - the last handler there is
@@ -64,18 +97,18 @@ class Envelope:
             if not status:
                 await problem.response()(scope, receive, send_with_id)
         finally:
-            if not is_taken:
-                self._open.discard(request_id)
+            self._open.discard(stream_id)
             self._metrics.requests.labels(self._route(scope["path"]), str(status or _CLIENT_GONE)).inc()
 
-    def _refuse_at_once(self, headers: Headers, taken_id: str) -> None:
+    def _admit(self, path: str, headers: Headers) -> Key | None:
         """What can be told from the headers alone."""
-        if taken_id:
-            message = f"x-request-id {taken_id}: another open request has this id"
-            raise RequestError(message, param="x-request-id", code="request_id_in_use", status=409)
+        key = None
+        if self._keys is not None and path not in OPEN_PATHS:
+            key = authenticate(headers, self._keys)
         length = headers.get("content-length", "")
-        if length.isdecimal() and int(length[:20]) > self._max_body_bytes:
-            raise _too_large(self._max_body_bytes)
+        if length.isdecimal() and (len(length) > 18 or int(length) > self._max_body_bytes):
+            raise self._too_large()
+        return key
 
     def _route(self, path: str) -> str:
         """A label with few values, whatever paths clients try."""
@@ -84,21 +117,28 @@ class Envelope:
                 return route
         return "other"
 
+    def _bounded(self, receive: Receive) -> Receive:
+        """`receive` that reads a body no longer than this many bytes, declared or not, and this many seconds."""
+        num_bytes = 0
+        is_whole = False
+        deadline = asyncio.get_running_loop().time() + self._body_timeout_s
 
-def _bounded(receive: Receive, max_bytes: int) -> Receive:
-    """`receive` that refuses to read on past a body of `max_bytes`, declared or not."""
-    num_bytes = 0
+        async def bounded() -> Message:
+            nonlocal num_bytes, is_whole
+            try:
+                async with asyncio.timeout_at(None if is_whole else deadline):
+                    message = await receive()
+            except TimeoutError:
+                complaint = f"the body did not arrive within {self._body_timeout_s:g} s"
+                raise RequestError(complaint, code="request_timeout", status=408) from None
+            num_bytes += len(message.get("body", b""))
+            is_whole = not message.get("more_body", False)
+            if num_bytes > self._max_body_bytes:
+                raise self._too_large()
+            return message
 
-    async def bounded() -> Message:
-        nonlocal num_bytes
-        message = await receive()
-        num_bytes += len(message.get("body", b""))
-        if num_bytes > max_bytes:
-            raise _too_large(max_bytes)
-        return message
+        return bounded
 
-    return bounded
-
-
-def _too_large(max_bytes: int) -> RequestError:
-    return RequestError(f"the body is larger than {max_bytes} bytes", code="body_too_large", status=413)
+    def _too_large(self) -> RequestError:
+        message = f"the body is larger than {self._max_body_bytes} bytes"
+        return RequestError(message, code="body_too_large", status=413)

@@ -5,27 +5,28 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
-from pydantic.json_schema import models_json_schema
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 
 from paceline.cluster.config import ClusterConfig
 from paceline.cluster.errors import PacelineError, RequestError, Unavailable
 from paceline.cluster.gateway import replies, sse
-from paceline.cluster.gateway.choices import Choice, Piece, run_choices
-from paceline.cluster.gateway.envelope import Envelope
-from paceline.cluster.gateway.logprobs import PromptLogprobs, Scored, TokenNames, prompt_logprobs
+from paceline.cluster.gateway.choices import Choice, run_choices
+from paceline.cluster.gateway.envelope import Caller, Envelope
+from paceline.cluster.gateway.logprobs import TokenNames
+from paceline.cluster.gateway.openapi import describe
 from paceline.cluster.gateway.problems import problem_of
+from paceline.cluster.gateway.resume import Cursor, fingerprint, parse_last_event
 from paceline.cluster.gateway.schemas import ChatRequest, CompletionRequest, GenerationRequest, Prompt, parse
+from paceline.cluster.gateway.session import Session
 from paceline.cluster.gateway.streams import Streams
 from paceline.cluster.gateway.text import Tokenizer
+from paceline.cluster.keys import KeyStore
 from paceline.cluster.metrics import Metrics
 from paceline.cluster.types import Request as StreamRequest
 
@@ -47,94 +48,6 @@ class Prepared:
     """Output tokens for each prompt."""
     echoes: list[str] | None = None
     """Text to put before each prompt's answers."""
-
-
-@dataclass(frozen=True, slots=True)
-class Session:
-    """One accepted request on its way to an answer."""
-
-    body: GenerationRequest
-    style: replies.Style
-    choices: list[Choice]
-    num_prompt: int
-    answer_id: str
-    model: str
-    pieces: AsyncGenerator[list[Piece], None]
-
-    async def whole(self) -> bytes:
-        """All text, then one JSON body."""
-        texts: dict[int, list[str]] = {choice.index: [] for choice in self.choices}
-        scored: dict[int, list[Scored]] = {choice.index: [] for choice in self.choices}
-        finishes: dict[int, str] = {}
-        async with aclosing(self.pieces) as batches:
-            async for batch in batches:
-                for piece in batch:
-                    texts[piece.choice.index].append(piece.text)
-                    scored[piece.choice.index].extend(piece.scored)
-                    if piece.finish is not None:
-                        finishes[piece.choice.index] = piece.finish
-        whole = []
-        for choice in self.choices:
-            tokens = None if self.body.num_logprobs is None else scored[choice.index]
-            told = replies.Told("".join(texts[choice.index]), tokens, self._prompt(choice))
-            whole.append(self.style.whole(choice.index, told, finishes[choice.index]))
-        make = partial(self._answer(), object=self.style.whole_object, choices=whole)
-        prompt = self.style.prompt(self._prompt(self.choices[0]))
-        return msgspec.json.encode(make(usage=self._usage(), metrics=self._metrics(), prompt_logprobs=prompt))
-
-    async def frames(self) -> AsyncGenerator[bytes, None]:
-        """Server-sent events: what each batch of pieces makes, as one write."""
-        options = self.body.stream_options
-        make = partial(self._answer(), object=self.style.chunk_object)
-        num_open = len(self.choices)
-        opened: set[int] = set()
-        counts: dict[int, int] = {}
-        no_usage: replies.Usage | msgspec.UnsetType | None = None if options.include_usage else msgspec.UNSET
-        async with aclosing(self.pieces) as batches:
-            async for batch in batches:
-                data = b""
-                for piece in batch:
-                    num_open -= piece.finish is not None
-                    counts[piece.choice.index] = piece.num_tokens
-                    count = no_usage
-                    if options.continuous_usage_stats:
-                        count = replies.usage(self.num_prompt, sum(counts.values()))
-                    for choice in self._chunks(piece, opened):
-                        is_last = num_open == 0 and choice.finish_reason is not None
-                        report = self._metrics() if is_last and not options.include_usage else msgspec.UNSET
-                        data += sse.frame(make(choices=(choice,), usage=count, metrics=report))
-                if data or not batch:
-                    yield data or sse.KEEPALIVE
-        if options.include_usage:
-            yield sse.frame(make(choices=(), usage=self._usage(), metrics=self._metrics()))
-        yield sse.DONE
-
-    def _chunks(self, piece: Piece, opened: set[int]) -> list[replies.ChatChunkChoice | replies.TextChoice]:
-        index = piece.choice.index
-        told = replies.Told(piece.text, None if self.body.num_logprobs is None else piece.scored)
-        chunks = self.style.chunk(index, told, piece.finish)
-        if index not in opened:
-            opened.add(index)
-            opening = self.style.opening(index)
-            if opening is not None:
-                return [opening, *chunks]
-        return chunks
-
-    def _prompt(self, choice: Choice) -> PromptLogprobs | msgspec.UnsetType:
-        num_top = self.body.prompt_logprobs
-        if num_top is None:
-            return msgspec.UNSET
-        return prompt_logprobs(choice.prompt_scored, self.style.names, num_top)
-
-    def _answer(self) -> partial[replies.Answer]:
-        return partial(replies.Answer, id=self.answer_id, created=int(time.time()), model=self.model)
-
-    def _usage(self) -> replies.Usage:
-        num_tokens = sum(choice.num_tokens for choice in self.choices)
-        return replies.usage(self.num_prompt, num_tokens, [choice.report for choice in self.choices])
-
-    def _metrics(self) -> replies.RequestMetrics:
-        return replies.metrics([choice.report for choice in self.choices])
 
 
 class Ingress:
@@ -167,7 +80,7 @@ class Ingress:
         return _json(replies.ModelList(data=[self._model]))
 
     async def model(self, model_id: str) -> Response:
-        self._check_model(model_id)
+        self._check_model(model_id or "(none)")
         return _json(self._model)
 
     async def health(self) -> dict[str, str]:
@@ -186,6 +99,7 @@ class Ingress:
         prepare: Callable[[bytes], Prepared],
         style: Callable[[TokenNames, int], replies.Style],
     ) -> Response:
+        _check_content(request.headers)
         data = await request.body()
         prepared: Prepared
         if len(data) > _INLINE_BYTES:
@@ -195,12 +109,25 @@ class Ingress:
         body = prepared.body
         seed = body.chosen_seed()
         dressed = style(self._names, body.num_logprobs or 0)
-        session = self._start(prepared, dressed, seed, request.state.request_id, request.state.received)
+        session = self._start(prepared, dressed, seed, request.state.caller)
         headers = {"x-paceline-seed": str(seed)}
         if body.stream:
+            session = self._resume(session, request.headers)
             return sse.EventStream(session.frames(), headers)
         answer = await sse.until_disconnect(request.receive, session.whole())
         return Response(answer, headers=headers, media_type="application/json")
+
+    def _resume(self, session: Session, headers: Headers) -> Session:
+        """Events get ids for clients that say they read event streams: widespread ones choke on any line but data."""
+        last_id = headers.get("last-event-id", "")
+        if not last_id and sse.EventStream.media_type not in headers.get("accept", ""):
+            return session
+        body = session.body
+        form = (session.style.whole_object, session.model, body.stop, body.include_stop_str_in_output)
+        told = fingerprint([choice.request for choice in session.choices], *form, body.echoes)
+        last = parse_last_event(last_id) if last_id else None
+        cursor = Cursor(len(session.choices), told, last)
+        return dataclasses.replace(session, cursor=cursor)
 
     # --- checks and tokens: may run in a thread
 
@@ -297,9 +224,7 @@ class Ingress:
 
     # --- streams
 
-    def _start(
-        self, prepared: Prepared, style: replies.Style, seed: int, request_id: str, received: float
-    ) -> Session:
+    def _start(self, prepared: Prepared, style: replies.Style, seed: int, caller: Caller) -> Session:
         """Choices of prompt p have the indices p * n .. p * n + n - 1, as OpenAI numbers them."""
         body = prepared.body
         eos = () if body.ignore_eos else self._tokenizer.stop_ids
@@ -309,7 +234,7 @@ class Ingress:
         for prompt_index, (ids, limit) in enumerate(zip(prepared.prompts, prepared.limits, strict=True)):
             for choice in range(body.n):
                 stream = StreamRequest(
-                    id=f"{request_id}-{prompt_index}-{choice}",
+                    id=f"{caller.stream_id}-{prompt_index}-{choice}",
                     prompt_ids=tuple(ids),
                     sampling=body.sampling(seed, prompt_index, choice),
                     max_tokens=max(1, limit),  # an echo alone still is a prompt to run
@@ -318,7 +243,7 @@ class Ingress:
                     logprobs=body.num_logprobs,
                     prompt_logprobs=body.num_prompt_logprobs,
                     priority=body.priority,
-                    cache_salt=body.cache_salt,
+                    cache_salt=caller.salt(body.cache_salt),
                 )
                 choices.append(
                     Choice(
@@ -326,7 +251,8 @@ class Ingress:
                         stream,
                         self._tokenizer,
                         body.stop,
-                        received,
+                        caller.received,
+                        keep_stop=body.include_stop_str_in_output,
                         echo=echoes[prompt_index],
                         is_echo_only=limit == 0,
                     )
@@ -337,24 +263,33 @@ class Ingress:
             style=style,
             choices=choices,
             num_prompt=sum(map(len, prepared.prompts)),
-            answer_id=style.prefix + request_id,
+            answer_id=style.prefix + caller.request_id,
             model=self._model.id,
+            created=int(time.time()),
+            keepalive_s=keepalive_s,
             pieces=run_choices(choices, self._streams, self._metrics, keepalive_s=keepalive_s),
         )
 
 
 def build_app(
-    config: ClusterConfig, streams: Streams, tokenizer: Tokenizer, metrics: Metrics, *, max_context: int
+    config: ClusterConfig,
+    streams: Streams,
+    tokenizer: Tokenizer,
+    metrics: Metrics,
+    *,
+    max_context: int,
+    keys: KeyStore | None = None,
 ) -> FastAPI:
     """The gateway's HTTP application.
 
     Args:
         max_context: tokens of prompt and output together, already the smaller of configuration and model.
+        keys: who may use it; None lets everybody.
     """
     ingress = Ingress(config, streams, tokenizer, metrics, max_context=max_context)
     app = FastAPI(title="Paceline", docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.post("/v1/chat/completions", openapi_extra=_body(ChatRequest))(ingress.chat)
-    app.post("/v1/completions", openapi_extra=_body(CompletionRequest))(ingress.completions)
+    app.post("/v1/chat/completions")(ingress.chat)
+    app.post("/v1/completions")(ingress.completions)
     app.get("/v1/models")(ingress.models)
     app.get("/v1/models/{model_id:path}")(ingress.model)
     app.get("/health")(ingress.health)
@@ -364,10 +299,18 @@ def build_app(
     app.add_middleware(
         Envelope,
         metrics=metrics,
+        keys=keys,
         max_body_bytes=config.gateway.max_body_bytes,
+        body_timeout_s=config.gateway.client_timeout_s,
         routes=("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/", "/health", "/ready"),
     )
-    _describe_bodies(app)
+    document = describe(
+        config.model.name,
+        max_context=max_context,
+        vocab_size=tokenizer.vocab_size,
+        needs_key=keys is not None,
+    )
+    app.openapi = lambda: document  # type: ignore[method-assign]
     return app
 
 
@@ -379,23 +322,13 @@ def _json(reply: msgspec.Struct) -> Response:
     return Response(msgspec.json.encode(reply), media_type="application/json")
 
 
-def _body(kind: type[GenerationRequest]) -> dict[str, Any]:
-    """The routes read their bodies themselves; this tells OpenAPI what they expect."""
-    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-def _describe_bodies(app: FastAPI) -> None:
-    """Add the request models to /openapi.json."""
-    make_openapi = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        document = make_openapi()
-        _, schemas = models_json_schema(
-            [(ChatRequest, "validation"), (CompletionRequest, "validation")],
-            ref_template="#/components/schemas/{model}",
-        )
-        document.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
-        return document
-
-    app.openapi = openapi  # type: ignore[method-assign]
+def _check_content(headers: Headers) -> None:
+    """JSON must be announced as such: then no web page can send a request here without its browser asking first."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        message = f"Content-Type={kind[:80]!r}: expected application/json"
+        raise RequestError(message, param="content-type", code="unsupported_media_type", status=415)
+    coding = headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        message = f"Content-Encoding={coding[:80]!r}: expected none"
+        raise RequestError(message, param="content-encoding", code="unsupported_media_type", status=415)

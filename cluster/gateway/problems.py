@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -10,12 +11,15 @@ import structlog
 from fastapi import Response
 from starlette.exceptions import HTTPException
 
-from paceline.cluster.errors import PacelineError, RequestError, Unavailable
+from paceline.cluster.errors import Overloaded, PacelineError, RequestError, Unavailable
 
 log = structlog.get_logger()
 
 _RETRY_AFTER_S = 2
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+_CLOSE = {"connection": "close"}
+_HEADERS = {401: {"www-authenticate": "Bearer"}, 408: _CLOSE, 413: _CLOSE}
+"""What goes with a status. A body that nobody reads on would keep its connection busy."""
 
 
 class StreamFailed(PacelineError):
@@ -58,12 +62,16 @@ def problem_of(error: Exception) -> Problem:
     """What a client may know of an error. The unexpected is logged with its traceback and told in general words."""
     if isinstance(error, RequestError):
         kind = "invalid_request_error" if error.status < 500 else "server_error"
-        return Problem(error.status, ErrorBody(ErrorObject(str(error), kind, error.param, error.code)))
+        body = ErrorBody(ErrorObject(str(error), kind, error.param, error.code))
+        return Problem(error.status, body, _HEADERS.get(error.status, {}))
     if isinstance(error, Unavailable):
         body = ErrorBody(
             ErrorObject(f"{error}; try again later", "service_unavailable_error", None, "unavailable")
         )
         return Problem(503, body, {"retry-after": str(_RETRY_AFTER_S)})
+    if isinstance(error, Overloaded):
+        body = ErrorBody(ErrorObject(f"{error}; try again later", "rate_limit_error", None, "overloaded"))
+        return Problem(429, body, {"retry-after": str(math.ceil(error.retry_after_s))})
     if isinstance(error, StreamFailed):
         return Problem(500, ErrorBody(ErrorObject(str(error), "server_error", None, "stream_failed")))
     if isinstance(error, HTTPException):

@@ -73,7 +73,7 @@ class RequestMetrics(Reply, frozen=True, kw_only=True):
     total_ms: float | None
 
 
-class ChatMessage(Reply, frozen=True, kw_only=True):
+class AssistantMessage(Reply, frozen=True, kw_only=True):
     content: str
     role: str = "assistant"
     refusal: None = None
@@ -86,9 +86,10 @@ class ChatDelta(Reply, frozen=True, kw_only=True):
 
 class ChatChoice(Reply, frozen=True, kw_only=True):
     index: int
-    message: ChatMessage
+    message: AssistantMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Reply, frozen=True, kw_only=True):
@@ -96,6 +97,7 @@ class ChatChunkChoice(Reply, frozen=True, kw_only=True):
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class TextChoice(Reply, frozen=True, kw_only=True):
@@ -104,6 +106,8 @@ class TextChoice(Reply, frozen=True, kw_only=True):
     logprobs: TextLogprobs | None = None
     finish_reason: str | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class Answer(Reply, frozen=True, kw_only=True):
@@ -118,6 +122,8 @@ class Answer(Reply, frozen=True, kw_only=True):
     metrics: RequestMetrics | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     """Of a chat, whose choices have one prompt."""
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    """The same."""
 
 
 class Model(Reply, frozen=True, kw_only=True):
@@ -135,11 +141,17 @@ class ModelList(Reply, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a choice says, or a chunk of it: its text, and its tokens if log-probabilities were asked for."""
+    """What a choice says, or a chunk of it: its text, and what was asked for besides."""
 
     text: str
     scored: Sequence[Scored] | None = None
     prompt: PromptLogprobs | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.text or self.scored or self.token_ids)
 
 
 class Style(Protocol):
@@ -171,8 +183,9 @@ class Style(Protocol):
 
     def whole(self, index: int, told: Told, finish: str) -> ChatChoice | TextChoice: ...
 
-    def prompt(self, first: PromptLogprobs | UnsetType) -> PromptLogprobs | UnsetType:
-        """What the whole answer, rather than its choices, says of the first prompt."""
+    @property
+    def has_one_prompt(self) -> bool:
+        """What is said of the prompt stands in the answer, rather than in each of its choices."""
         ...
 
 
@@ -186,26 +199,27 @@ class ChatStyle:
     prefix: str = "chatcmpl-"
     whole_object: str = "chat.completion"
     chunk_object: str = "chat.completion.chunk"
+    has_one_prompt: bool = True
 
     def opening(self, index: int) -> ChatChunkChoice:
         return ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))
 
     def chunk(self, index: int, told: Told, finish: str | None) -> list[ChatChunkChoice | TextChoice]:
         chunks: list[ChatChunkChoice | TextChoice] = []
-        if told.text or told.scored:
+        if not told.is_empty:
             delta = ChatDelta(content=told.text)
             logprobs = self._logprobs(told) if told.scored else None
-            chunks.append(ChatChunkChoice(index=index, delta=delta, logprobs=logprobs))
+            ids = told.token_ids
+            chunks.append(ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, token_ids=ids))
         if finish is not None:
             chunks.append(ChatChunkChoice(index=index, delta=ChatDelta(), finish_reason=finish))
         return chunks
 
     def whole(self, index: int, told: Told, finish: str) -> ChatChoice:
-        message, logprobs = ChatMessage(content=told.text), self._logprobs(told)
-        return ChatChoice(index=index, message=message, logprobs=logprobs, finish_reason=finish)
-
-    def prompt(self, first: PromptLogprobs | UnsetType) -> PromptLogprobs | UnsetType:
-        return first
+        message, logprobs = AssistantMessage(content=told.text), self._logprobs(told)
+        return ChatChoice(
+            index=index, message=message, logprobs=logprobs, finish_reason=finish, token_ids=told.token_ids
+        )
 
     def _logprobs(self, told: Told) -> ChatLogprobs | None:
         return None if told.scored is None else chat_logprobs(told.scored, self.names, self.num_top)
@@ -221,15 +235,24 @@ class TextStyle:
     prefix: str = "cmpl-"
     whole_object: str = "text_completion"
     chunk_object: str = "text_completion"
+    has_one_prompt: bool = False
 
     def opening(self, index: int) -> None:
         return None
 
     def chunk(self, index: int, told: Told, finish: str | None) -> list[ChatChunkChoice | TextChoice]:
-        if not (told.text or told.scored or finish is not None):
+        if told.is_empty and finish is None:
             return []
         logprobs = self._logprobs(told) if told.scored else None
-        return [TextChoice(index=index, text=told.text, logprobs=logprobs, finish_reason=finish)]
+        choice = TextChoice(
+            index=index,
+            text=told.text,
+            logprobs=logprobs,
+            finish_reason=finish,
+            token_ids=told.token_ids,
+            prompt_token_ids=told.prompt_token_ids,
+        )
+        return [choice]
 
     def whole(self, index: int, told: Told, finish: str) -> TextChoice:
         return TextChoice(
@@ -238,10 +261,9 @@ class TextStyle:
             logprobs=self._logprobs(told),
             finish_reason=finish,
             prompt_logprobs=told.prompt,
+            token_ids=told.token_ids,
+            prompt_token_ids=told.prompt_token_ids,
         )
-
-    def prompt(self, first: PromptLogprobs | UnsetType) -> UnsetType:
-        return UNSET
 
     def _logprobs(self, told: Told) -> TextLogprobs | None:
         return None if told.scored is None else text_logprobs(told.scored, self.names, self.num_top)

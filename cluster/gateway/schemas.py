@@ -20,7 +20,8 @@ from paceline.cluster.types import Sampling
 MAX_CHOICES = 8
 MAX_PROMPTS = 64
 MAX_MESSAGES = 1024
-MAX_STOPS = 4
+MAX_STOPS = 16
+"""OpenAI takes 4; evaluation suites send more."""
 MAX_STOP_LEN = 256
 MAX_TOKENS = 1 << 20
 MAX_BIASES = 1024
@@ -35,10 +36,32 @@ Text = Annotated[str, Strict()]
 TokenId = Annotated[int, Strict(), Field(ge=0, lt=1 << 31)]
 BiasedToken = Annotated[str, Strict(), Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 Bias = Annotated[float, Strict(), Field(allow_inf_nan=False, ge=-100, le=100)]
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": (1 << 31) - 1}}
+_PROMPT_SHAPES: list[Any] = [
+    {"type": "string"},
+    {**_TOKEN_IDS, "minItems": 1},
+    {
+        "type": "array",
+        "items": {"anyOf": [{"type": "string"}, _TOKEN_IDS]},
+        "minItems": 1,
+        "maxItems": MAX_PROMPTS,
+    },
+]
 Prompt = str | list[int]
 """What a client sent as one prompt: text, or token ids."""
 
 Model = TypeVar("Model", bound="Body")
+
+
+def _or_a_string(schema: dict[str, Any]) -> None:
+    """A list of strings -> the schema that also takes one of them alone."""
+    shape = {name: schema.pop(name) for name in ("type", "items", "maxItems")}
+    schema["anyOf"] = [shape["items"], shape]
+
+
+def _or_false(schema: dict[str, Any]) -> None:
+    """Some clients write "none" as false."""
+    schema["anyOf"].append({"const": False})
 
 
 class Body(BaseModel):
@@ -107,6 +130,10 @@ class GenerationRequest(Body):
         default_factory=list,
         max_length=MAX_STOPS,
         description=f"a string or up to {MAX_STOPS} strings, each of 1 to {MAX_STOP_LEN} characters",
+        json_schema_extra=_or_a_string,
+    )
+    include_stop_str_in_output: Flag = Field(
+        False, description="true or false; whether the text ends behind the stop string instead of before it"
     )
     stop_token_ids: list[TokenId] = Field(
         default_factory=list, max_length=64, description="a list of up to 64 token ids"
@@ -120,12 +147,17 @@ class GenerationRequest(Body):
         default_factory=dict,
         max_length=MAX_BIASES,
         description=f"an object with up to {MAX_BIASES} token ids as keys and numbers from -100 to 100 as values",
+        json_schema_extra={"additionalProperties": False},
     )
     min_tokens: Int = Field(
         0, ge=0, le=MAX_TOKENS, description="a whole number from 0 to the number of tokens to generate"
     )
     prompt_logprobs: Int | None = Field(
-        None, ge=0, le=MAX_TOP_LOGPROBS, description=f"a whole number from 0 to {MAX_TOP_LOGPROBS}"
+        None,
+        ge=0,
+        le=MAX_TOP_LOGPROBS,
+        description=f"a whole number from 0 to {MAX_TOP_LOGPROBS}",
+        json_schema_extra=_or_false,
     )
     priority: Int = Field(
         0,
@@ -144,17 +176,40 @@ class GenerationRequest(Body):
     speculation: Flag = Field(True, description="true or false; the text does not depend on it")
     user: Text = Field("", description="a string")
     store: Flag = Field(False, description="true or false")
+    return_token_ids: Flag = Field(False, description="true or false")
+    parallel_tool_calls: Flag = Field(True, description="true or false; there are no tools yet")
     metadata: dict[str, Any] = Field(default_factory=dict, description="an object")
 
-    # Fields of the API that this server does not serve yet: a value that changes nothing passes.
+    best_of: Int | None = Field(
+        None, ge=1, le=MAX_CHOICES, description="the same number as n; other values are not supported"
+    )
+
+    # Fields of OpenAI's API and vLLM's that would change the answer, and are not served: a value that changes
+    # nothing passes.
     unsupported: ClassVar[dict[str, Callable[[Any], bool]]] = {
         "response_format": lambda value: isinstance(value, dict) and value.get("type") == "text",
-        "tools": lambda value: value == [],
         "functions": lambda value: value == [],
         "tool_choice": lambda value: value in ("none", "auto"),
         "function_call": lambda value: value in ("none", "auto"),
         "prediction": lambda value: False,
         "suffix": lambda value: value == "",
+        "modalities": lambda value: value == ["text"],
+        "audio": lambda value: False,
+        "web_search_options": lambda value: False,
+        "structured_outputs": lambda value: False,
+        "guided_json": lambda value: False,
+        "guided_regex": lambda value: False,
+        "guided_choice": lambda value: False,
+        "guided_grammar": lambda value: False,
+        "use_beam_search": lambda value: value is False,
+        "length_penalty": lambda value: value == 1,
+        "allowed_token_ids": lambda value: False,
+        "bad_words": lambda value: value == [],
+        "logits_processors": lambda value: value == [],
+        "prompt_embeds": lambda value: False,
+        "truncate_prompt_tokens": lambda value: False,
+        "skip_special_tokens": lambda value: value is True,
+        "return_tokens_as_token_ids": lambda value: value is False,
     }
 
     @model_validator(mode="before")
@@ -165,13 +220,22 @@ class GenerationRequest(Body):
             return data
         for name, is_harmless in cls.unsupported.items():
             if data.get(name) is not None and not is_harmless(data[name]):
-                message = f"{name}={_short(data[name])}: not supported by this server; leave it out"
-                raise RequestError(message, param=name, code="unsupported_parameter")
-        best_of, n = data.get("best_of"), data.get("n")
-        if best_of is not None and best_of != (1 if n is None else n):
-            message = f"best_of={_short(best_of)}: only best_of equal to n is supported; leave it out"
-            raise RequestError(message, param="best_of", code="unsupported_parameter")
+                raise _unsupported(name, data[name])
+        tools = data.get("tools")
+        if (
+            tools is not None
+            and tools != []
+            and not (data.get("tool_choice") == "none" and isinstance(tools, list))
+        ):
+            raise _unsupported("tools", tools)
         return data
+
+    @model_validator(mode="after")
+    def _best_of_all(self) -> GenerationRequest:
+        if self.best_of is not None and self.best_of != self.n:
+            message = f"best_of={self.best_of}: only best_of equal to n is supported; leave it out"
+            raise RequestError(message, param="best_of", code="unsupported_parameter")
+        return self
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -189,6 +253,11 @@ class GenerationRequest(Body):
             message = f"prompt_logprobs={self.prompt_logprobs}: expected none with stream=true"
             raise RequestError(message, param="prompt_logprobs", code="invalid_value")
         return self
+
+    @property
+    def echoes(self) -> bool:
+        """The prompt stands before the answer."""
+        return False
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
@@ -249,7 +318,16 @@ class ChatRequest(GenerationRequest):
         description=f"a whole number from 0 to {MAX_TOP_LOGPROBS}, with logprobs=true",
     )
 
-    unsupported = {**GenerationRequest.unsupported, "echo": lambda value: value is False}
+    unsupported = {
+        **GenerationRequest.unsupported,
+        "echo": lambda value: value is False,
+        "chat_template": lambda value: False,
+        "chat_template_kwargs": lambda value: value == {},
+        "documents": lambda value: value == [],
+        "add_generation_prompt": lambda value: value is True,
+        "continue_final_message": lambda value: value is False,
+        "add_special_tokens": lambda value: value is False,
+    }
 
     @model_validator(mode="after")
     def _asked_for_both(self) -> ChatRequest:
@@ -266,15 +344,21 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
+    unsupported = {**GenerationRequest.unsupported, "add_special_tokens": lambda value: value is True}
+
     prompt: Any = Field(
         description=f"a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of these",
-        json_schema_extra={"anyOf": [{"type": "string"}, {"type": "array"}]},
+        json_schema_extra={"anyOf": _PROMPT_SHAPES},
     )
     max_tokens: Int | None = Field(
         None, ge=0, le=MAX_TOKENS, description="a whole number from 1 to 1048576, or 0 with echo=true"
     )
     logprobs: Int | None = Field(
-        None, ge=0, le=MAX_LOGPROBS, description=f"a whole number from 0 to {MAX_LOGPROBS}"
+        None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description=f"a whole number from 0 to {MAX_LOGPROBS}",
+        json_schema_extra=_or_false,
     )
     echo: Flag = Field(False, description="true or false")
 
@@ -289,6 +373,10 @@ class CompletionRequest(GenerationRequest):
             expected = type(self).model_fields["max_tokens"].description
             raise RequestError(f"max_tokens=0: expected {expected}", param="max_tokens", code="invalid_value")
         return self
+
+    @property
+    def echoes(self) -> bool:
+        return self.echo
 
     @property
     def num_logprobs(self) -> int | None:
@@ -331,6 +419,17 @@ def _are_token_ids(value: list[Any]) -> bool:
 # --- bytes -> model -------------------------------------------------------------------------------------
 
 
+def _number(text: str) -> int | float:
+    """Some languages write whole numbers as 5.0, which to JSON is the same number."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError("number out of range")
+    return int(number) if number.is_integer() else number
+
+
+_decoder = msgspec.json.Decoder(float_hook=_number)
+
+
 def parse(kind: type[Model], body: bytes) -> Model:
     """Read and validate a request body.
 
@@ -338,7 +437,7 @@ def parse(kind: type[Model], body: bytes) -> Model:
         RequestError: not JSON, or a field is missing, of the wrong type or outside its range.
     """
     try:
-        tree = msgspec.json.decode(body)
+        tree = _decoder.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(tree, dict):
@@ -347,6 +446,11 @@ def parse(kind: type[Model], body: bytes) -> Model:
         return kind.model_validate(tree)
     except ValidationError as error:
         raise _explain(kind, error.errors(include_url=False)[0]) from None
+
+
+def _unsupported(name: str, value: Any) -> RequestError:
+    message = f"{name}={_short(value)}: not supported by this server; leave it out"
+    return RequestError(message, param=name, code="unsupported_parameter")
 
 
 def _explain(kind: type[Body], item: Mapping[str, Any]) -> RequestError:

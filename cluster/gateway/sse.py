@@ -22,9 +22,10 @@ _encoder = msgspec.json.Encoder()
 T = TypeVar("T")
 
 
-def frame(data: msgspec.Struct) -> bytes:
+def frame(data: msgspec.Struct, event_id: str = "") -> bytes:
     """One event. JSON has no raw newline, so one data line is enough."""
-    return b"data: " + _encoder.encode(data) + b"\n\n"
+    line = b"data: " + _encoder.encode(data) + b"\n\n"
+    return b"id: " + event_id.encode() + b"\n" + line if event_id else line
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -42,6 +42,10 @@ class StreamReport:
     kv_sources: list[str] = field(default_factory=list)
     """One entry an attempt: "link" or "local:<reason>"."""
     kv_bytes: int = 0
+    kv_skipped_tokens: int = 0
+    """Prompt tokens whose KV was not sent, because the decode worker had it."""
+    kv_exposed_s: float = 0.0
+    """Time that hand-offs took behind the end of prefill, as the decode worker saw it."""
     num_steps: int = 0
     num_drafted: int = 0
     tokens_by_source: dict[str, int] = field(default_factory=dict)

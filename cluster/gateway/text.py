@@ -225,9 +225,11 @@ class StopStrings:
     depend on how the text was cut into pieces. What may be the beginning of a stop string is withheld.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
+        """`keep`: the text ends behind the stop string, not before it."""
         assert all(stops), "an empty stop string matches everywhere"
         self._stops = tuple(stops)
+        self._keep = keep
         self._starts = "".join(sorted({stop[0] for stop in stops}))
         self._may_start = re.compile(f"[{re.escape(self._starts)}]") if stops else None
         self._longest = max(map(len, stops), default=0)
@@ -243,9 +245,9 @@ class StopStrings:
         text = self._held + piece
         match = self._first_match(text)
         open_at = self._first_open(text)
-        if match is not None and match <= open_at:
+        if match is not None and match[0] <= open_at:
             self.is_matched, self._held = True, ""
-            return text[:match]
+            return text[: match[self._keep]]
         self._held = text[open_at:]
         return text[:open_at]
 
@@ -256,10 +258,11 @@ class StopStrings:
         if match is None:
             return text
         self.is_matched = True
-        return text[:match]
+        return text[: match[self._keep]]
 
-    def _first_match(self, text: str) -> int | None:
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+    def _first_match(self, text: str) -> tuple[int, int] | None:
+        """Begin and end; of those that begin together the shortest, which is whole first however the text comes."""
+        found = [(at, at + len(stop)) for stop in self._stops if (at := text.find(stop)) >= 0]
         return min(found, default=None)
 
     def _first_open(self, text: str) -> int:

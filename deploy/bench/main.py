@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from paceline.cluster.config import model_folder
+from paceline.cluster.config import DecodeConfig, model_folder
 from paceline.cluster.pair import check_pair
 
 if TYPE_CHECKING:
@@ -77,6 +77,66 @@ def run(
     check_pair(*folders)
     with _quiet_loading(), _speaker(err) as say:
         suite = Suite(folders, options, drafter, say)
+        suite.report.show_card(out)
+        try:
+            suite.measure()
+        except KeyboardInterrupt:
+            suite.report.is_interrupted = True
+    suite.report.show(out)
+    found = suite.report.as_json()
+    if json_path is not None:
+        json_path.write_text(json.dumps(found) + "\n")
+    return found
+
+
+def run_http(
+    *,
+    target: str = "bundled/target",
+    draft: str = "bundled/draft",
+    scenarios: Sequence[str] | None = None,
+    streams: Sequence[int] = (1, 4, 16, 64),
+    pairs: int = 30,
+    quick: bool = False,
+    threads: int = 0,
+    max_tokens: int = 384,
+    seed: int = 0,
+    settings: Sequence[str] = (),
+    json_path: Path | None = None,
+    out: Console | None = None,
+    err: Console | None = None,
+) -> dict[str, Any]:
+    """The same for a whole cluster on this machine, over HTTP.
+
+    Args:
+        scenarios: None takes the tasks that the draft knows.
+        threads: of the decode worker and of the engine it is compared with; 0 takes the decode worker's default.
+        settings: `section.field=value` for the cluster.
+    Raises:
+        ConfigError: likewise. PacelineError: the cluster did not start, or a request failed.
+    """
+    waiting = _wait_passively()
+    from paceline.deploy.bench.http import HttpSuite
+    from paceline.deploy.bench.report import console
+    from paceline.deploy.bench.suite import Options
+
+    out, err = out or console(), err or Console(stderr=True, highlight=False)
+    options = Options(
+        scenarios=tuple(scenarios or ("domains",)),
+        streams=tuple(streams),
+        pairs=min(pairs, 3) if quick else pairs,
+        max_tokens=min(max_tokens, 64) if quick else max_tokens,
+        block_s=0.1 if quick else 1.0,
+        samples=0,
+        seed=seed,
+        peers=False,
+        quick=quick,
+        threads=threads or DecodeConfig().threads,
+        waiting=waiting,
+    )
+    folders = model_folder(target), model_folder(draft)
+    check_pair(*folders)
+    with _quiet_loading(), _speaker(err) as say:
+        suite = HttpSuite(folders, options, settings, say)
         suite.report.show_card(out)
         try:
             suite.measure()

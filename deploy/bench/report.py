@@ -24,6 +24,10 @@ FLOORS = {
     "spec.on_off.copy.1": 2.0,
     "engine.vs_hf.1": 1.3,
     "engine.vs_hf_batch.16": 1.2,
+    "http.vs_engine.16": 0.85,
+    "http.vs_engine.64": 0.8,
+    "kv.remote_share": 1.0,
+    "draft.remote.accepted_share": 0.3,
 }
 """Figure -> the floor it has to reach."""
 KIND_FLOORS = {"spec.on_off.": 0.97, "engine.vs_": 1.0}
@@ -33,6 +37,8 @@ CEILINGS = {
     "step.floor": 2.0,
     "exact.mismatches": 0.0,
     "exact.near_ties_per_100k": 1.0,
+    "kv.exposed_share": 0.1,
+    "kv.digest_share": 0.02,
 }
 """Figure -> what it must not pass."""
 
@@ -72,6 +78,41 @@ class PeerRow:
     num_requests: int
 
 
+@dataclass(frozen=True, slots=True)
+class HttpRow:
+    """One scenario at one number of streams, over HTTP."""
+
+    scenario: str
+    streams: int
+    engine: Figure
+    """Tokens per second of the engine alone."""
+    http: Figure
+    ratio: Figure
+    ttft_ms: tuple[float, float]
+    """Median and 99th percentile, at the client."""
+    tokens_per_step: float
+    accepted: dict[str, float]
+    """Source -> share of the emitted tokens."""
+    remote_prompts: float
+    """Share of the prompts that a prefill worker computed, `prefix_hits` left out."""
+    prefix_hits: int
+    late_drafts: float
+    """Share of the streams asked for at a draft worker whose draft came too late."""
+    kv_bytes: float
+    """A prompt's hand-off."""
+    exposed_ms: float
+    """The same: what it adds behind the prompt's computation."""
+    client_cpu: float
+    """Of one core, while requests ran."""
+    cpu_us: dict[str, float]
+    """CPU time for each emitted token, by who spent it."""
+
+    @property
+    def name(self) -> str:
+        """Its part of a figure's name; the tasks that the draft knows go without saying."""
+        return str(self.streams) if self.scenario == "domains" else f"{self.scenario}.{self.streams}"
+
+
 @dataclass(slots=True)
 class Report:
     """Everything measured so far; it can be shown at any time."""
@@ -85,6 +126,11 @@ class Report:
     figures: dict[str, Figure] = field(default_factory=dict)
     exactness: Exactness = field(default_factory=Exactness)
     is_interrupted: bool = False
+    http: list[HttpRow] = field(default_factory=list)
+    complaints: list[str] = field(default_factory=list)
+    """Scenarios that did not go the way they were meant to."""
+    compared: str = "on against off"
+    """Whose tokens the exactness is about."""
 
     def add_row(self, row: Row) -> None:
         self.rows.append(row)
@@ -98,6 +144,14 @@ class Report:
     def add_peer(self, row: PeerRow) -> None:
         self.peers.append(row)
         self.figures[row.figure] = row.ratio
+
+    def add_http(self, row: HttpRow) -> None:
+        self.http.append(row)
+        self.figures[f"http.vs_engine.{row.name}"] = row.ratio
+        self.figures[f"http.client_cpu.{row.name}"] = Figure.exactly(row.client_cpu)
+        self.figures[f"draft.remote.accepted_share.{row.name}"] = Figure.exactly(row.accepted["draft"])
+        self.figures[f"draft.late_share.{row.name}"] = Figure.exactly(row.late_drafts)
+        self.figures["kv.remote_share"] = Figure.exactly(min(r.remote_prompts for r in self.http))
 
     def verdicts(self) -> dict[str, str]:
         """Figure -> pass, fail or not resolved, for those that have a floor."""
@@ -128,6 +182,8 @@ class Report:
             "verdicts": self.verdicts(),
             "rows": [asdict(row) for row in self.rows],
             "peers": [asdict(row) for row in self.peers],
+            "http": [asdict(row) for row in self.http],
+            "complaints": self.complaints,
             "exactness": asdict(self.exactness),
             "card": self.card,
             "versions": self.versions,
@@ -146,8 +202,12 @@ class Report:
             )
         if self.peers:
             out.print(self._peer_table())
+        if self.http:
+            self._show_http(out)
         self._show_steps(out)
         self._show_exactness(out)
+        for complaint in self.complaints:
+            out.print(complaint, style="red", markup=False)
         if self.is_interrupted:
             out.print("interrupted: only what was finished is shown", style="yellow")
         out.print(json.dumps(self.as_json()), markup=False, soft_wrap=True)
@@ -214,6 +274,42 @@ class Report:
             )
         return table
 
+    def _show_http(self, out: Console) -> None:
+        speed = _table("the cluster over HTTP against the engine alone, median of pairs, 95 % interval")
+        ways = _table("the way of prompts and drafts")
+        costs = _table("CPU time in us for each token, by who spent it; the clients' also in % of a core")
+        sources = [name for index, name in enumerate(SOURCE_NAMES) if index != SOURCE_TARGET]
+        who = list(dict.fromkeys(name for row in self.http for name in row.cpu_us))
+        fast = ("engine tok/s", "http tok/s", "ratio", "TTFT p50 ms", "p99 ms", "verdict")
+        by = [f"by {name} %" for name in sources]
+        way = ("remote prompts %", "KB a prompt", "exposed ms", "tokens/step", *by, "late drafts %")
+        for table, columns in ((speed, fast), (ways, way), (costs, (*who, "clients %"))):
+            for column in ("scenario", "streams", *columns):
+                _add_column(table, column)
+        for row in self.http:
+            begin = (row.scenario, str(row.streams))
+            speed.add_row(
+                *begin,
+                f"{row.engine.value:.0f}",
+                f"{row.http.value:.0f}",
+                str(row.ratio),
+                *(f"{ms:.0f}" for ms in row.ttft_ms),
+                self._marked(f"http.vs_engine.{row.name}"),
+            )
+            ways.add_row(
+                *begin,
+                f"{100 * row.remote_prompts:.0f}",
+                f"{row.kv_bytes / 1024:.0f}",
+                f"{row.exposed_ms:.1f}",
+                f"{row.tokens_per_step:.2f}",
+                *(f"{100 * row.accepted[source]:.0f}" for source in sources),
+                f"{100 * row.late_drafts:.1f}",
+            )
+            spent = (f"{row.cpu_us.get(name, 0.0):.0f}" for name in who)
+            costs.add_row(*begin, *spent, f"{100 * row.client_cpu:.1f}")
+        for table in (speed, ways, costs):
+            out.print(table)
+
     def _marked(self, name: str) -> str:
         found = self.verdicts().get(name, "")
         colour = {"pass": "green", "fail": "red", "not resolved": "yellow"}.get(found, "white")
@@ -228,6 +324,20 @@ class Report:
             ("step.t8_t1", "eight nodes cost as much as this many steps of one"),
             ("step.floor", "a step of one node over reading the weights once from memory"),
             ("prefill.tokens_s", "prompt tokens per second, one stream"),
+            ("kv.remote_share", "prompts that a prefill worker computed"),
+            (
+                "kv.exposed_share",
+                "of a long prompt's time to the first token: its hand-off behind the computation",
+            ),
+            ("kv.digest_share", "of the same: digests of its KV, both ends"),
+            ("kv.prompt_bytes", "bytes of a long prompt's hand-off"),
+            ("kv.exposed_ms", "milliseconds that it adds behind the computation"),
+            ("kv.ttft_ms", "milliseconds to a long prompt's first token, at the gateway"),
+            (
+                "draft.remote.accepted_share",
+                "emitted tokens that a draft worker foretold, where all steps ask one",
+            ),
+            ("draft.late_share", "streams asked for whose draft came too late, likewise"),
         ):
             if name in self.figures:
                 found = self.verdicts().get(name, "")
@@ -240,7 +350,7 @@ class Report:
         style = "red" if found.mismatches else "green"
         out.print(
             f"exact: {found.mismatches} mismatches in {found.num_requests} requests and {found.num_tokens} tokens, "
-            f"on against off; {found.num_judged} tokens also against transformers without a cache; "
+            f"{self.compared}; {found.num_judged} tokens also against transformers without a cache; "
             f"{found.near_ties} near-ties ({found.near_ties_per_100k:.2f} per 100,000 tokens)",
             style=style,
         )

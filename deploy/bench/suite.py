@@ -127,7 +127,7 @@ class Suite:
 
         warm_up = self._workload.requests(name, 1_000_000, max(4, streams), max_tokens=options.max_tokens)
         slower = max(run(side, warm_up).seconds for side in engines)
-        num = _block_size(slower, len(warm_up), streams, options.block_s)
+        num = block_size(slower, len(warm_up), streams, options.block_s)
 
         def requests_of(index: int) -> list[Request]:
             return self._workload.requests(name, index * num, num, max_tokens=options.max_tokens)
@@ -210,7 +210,7 @@ class Suite:
 
         seconds = peer.block(lambda index: first(streams, index), lambda index, outputs: None)(0).seconds
         # A padded batch is one call; the others go on until the block is full.
-        num = streams if streams > 1 else _block_size(seconds, 1, 1, self._options.block_s)
+        num = streams if streams > 1 else block_size(seconds, 1, 1, self._options.block_s)
 
         def ours(index: int) -> Count:
             nonlocal num_same, num_requests
@@ -238,7 +238,7 @@ class Suite:
         )
 
 
-def _block_size(seconds: float, num: int, streams: int, block_s: float) -> int:
+def block_size(seconds: float, num: int, streams: int, block_s: float) -> int:
     """Requests of a block: waves of `streams`, in fours, so that two domains and both temperatures are in it."""
     waves = max(1, round(block_s / (seconds / num * streams)))
     return -(-waves * streams // 4) * 4

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
+import msgspec
 import torch
 
 from paceline.cluster.errors import TransferError
@@ -21,6 +22,9 @@ from paceline.cluster.types import KVReady
 from paceline.workers.kv_link import Arrival, LinkReceiver, LinkSender, LinkStore
 
 _KEY = "profile"
+_PAIR_KEY = bytes(32)
+"""Both processes are ours, and what they send is no secret."""
+_MESSAGE = KVReady("", 0, _KEY, 0, 1, 0, 1, 0, 1)
 _START_LIMIT_S = 60.0
 """The other process imports torch first."""
 
@@ -62,6 +66,7 @@ def _measure(
     arrivals: queue.SimpleQueue[Arrival | str] = queue.SimpleQueue()
     receiver = LinkReceiver(
         _KEY,
+        pair_key=_PAIR_KEY,
         store=store,
         interface=interface,
         timeout_s=timeout_s,
@@ -93,7 +98,8 @@ def _one(
     pipe.send(-num_bytes)  # a size; credits are not negative
     seq = _receive(pipe, timeout_s)
     began = time.perf_counter()
-    receiver.expect(KVReady("", 0, _KEY, seq, 0, 0, 0, b""), torch.Size([num_bytes // 4]), torch.float32)
+    message = msgspec.structs.replace(_MESSAGE, seq=seq)
+    receiver.expect(message, torch.Size([num_bytes // 4]), torch.float32)
     try:
         arrival = arrivals.get(timeout=2 * timeout_s)
     except queue.Empty:
@@ -119,18 +125,20 @@ def _send(pipe: Connection, port: int, interface: str, timeout_s: float) -> None
     pipe.send(0)  # here
     sender = LinkSender(
         _KEY,
+        pair_key=_PAIR_KEY,
         store=(interface, port),
         interface=interface,
         timeout_s=timeout_s,
         on_poisoned=lambda *_: os._exit(1),
-        on_sent=lambda _: None,
+        announce=lambda message: pipe.send(message.seq),
+        on_sent=lambda *_: None,
     )
     sender.start()
     try:
         while True:
             number = pipe.recv()
             if number < 0:
-                pipe.send(sender.stage(torch.ones(-number // 4)))
+                sender.push(_MESSAGE, torch.ones(-number // 4))
             else:
                 sender.credit(number, True)
     except (EOFError, OSError):

@@ -86,6 +86,7 @@ def check_path(path: Path) -> None:
 
 def measure(config: ClusterConfig, plan: Plan, say: Say, *, is_quick: bool = False) -> Profile:
     """All measurements, one after the other: nothing else of ours runs beside them."""
+    from paceline.deploy.placement import link_address, local_addresses
     from paceline.deploy.profile.link import measure_link
     from paceline.deploy.profile.measure import PairBench
 
@@ -96,7 +97,7 @@ def measure(config: ClusterConfig, plan: Plan, say: Say, *, is_quick: bool = Fal
     link = measure_link(
         plan.link_bytes,
         repeats=plan.num_messages,
-        interface=config.link.interface,
+        interface=link_address(config.link.interface, "127.0.0.1", local_addresses()),
         timeout_s=max(10.0, config.link.timeout_s),
     )
     return Profile(

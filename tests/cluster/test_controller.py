@@ -73,11 +73,11 @@ def simulate(controller: Controller, steps: int, *, gain: float, wait_s: float) 
     """Tokens per second, relative to drafting nothing, of a source with this gain and wait; T(1) is 1 s."""
     tokens = seconds = 0.0
     for _ in range(steps):
-        asked = controller.should_ask("draft", 1)
+        asked = bool(controller.ask_for("draft", ["s"]))
         tokens += 1 + (gain if asked else 0.0)
         seconds += float(FLAT(1 + (4 if asked and gain else 0))) + (wait_s if asked else 0.0)
         if asked:
-            controller.asked("draft", wait_s, gain, 1)
+            controller.asked("draft", wait_s, {"s": gain})
     return tokens / seconds
 
 
@@ -113,11 +113,11 @@ class Traffic:
         tokens = seconds = 0.0
         for _ in range(steps):
             tree, path = None, ()
-            asked = self.controller.should_ask("draft", 1)
+            asked = bool(self.controller.ask_for("draft", ["s"]))
             if asked:
                 self.num_asked += 1
                 raw = Tree.build(1, [2, 3, 4, 5], [-1, 0, 1, 2], scores=[0.9] * 4)
-                (tree,) = self.controller.choose([raw])
+                (tree,) = self.controller.choose([raw], 0, [self.controller.is_trial("s")])
             num = 0 if tree is None else tree.num_drafted
             self.num_nodes += num
             if tree is not None:
@@ -125,7 +125,7 @@ class Traffic:
                 path = tuple(range(1, 1 + (int(wrong[0]) if len(wrong) else num)))
                 self.controller.verified([tree], [path])
             if asked:
-                self.controller.asked("draft", wait_s, len(path), 1)
+                self.controller.asked("draft", wait_s, {"s": len(path)})
             tokens += 1 + len(path)
             seconds += float(self.controller.cost(1 + num)) + (wait_s if asked else 0.0)
         return tokens / seconds
@@ -217,13 +217,13 @@ def test_a_trial_counts_the_step_in_which_the_source_had_caught_up() -> None:
     """The first step after a pause is spent on telling it what it missed."""
     controller = Controller(FLAT)
     simulate(controller, 3000, gain=0.0, wait_s=2.0)
-    while not controller.should_ask("draft", 1):
+    while not bool(controller.ask_for("draft", ["s"])):
         pass
-    controller.asked("draft", 50.0, 0.0, 1)
-    assert controller.should_ask("draft", 1)
-    controller.asked("draft", 0.2, 4.0, 1)
+    controller.asked("draft", 50.0, {"s": 0.0})
+    assert bool(controller.ask_for("draft", ["s"]))
+    controller.asked("draft", 0.2, {"s": 4.0})
 
-    assert all(controller.should_ask("draft", 1) for _ in range(2))
+    assert all(bool(controller.ask_for("draft", ["s"])) for _ in range(2))
 
 
 def test_streams_that_want_no_drafts_count_among_those_that_wait() -> None:
@@ -231,11 +231,11 @@ def test_streams_that_want_no_drafts_count_among_those_that_wait() -> None:
     alone, crowded = Controller(FLAT), Controller(FLAT)
     for controller, others in ((alone, 0), (crowded, 7)):
         for _ in range(100):
-            controller.should_ask("draft", 1, others)
-            controller.asked("draft", 0.6, 1.0, 1, others)
+            controller.ask_for("draft", ["s"], (), others)
+            controller.asked("draft", 0.6, {"s": 1.0})
 
-    assert all(alone.should_ask("draft", 1) for _ in range(50))
-    assert sum(crowded.should_ask("draft", 1, 7) for _ in range(50)) < 25
+    assert all(bool(alone.ask_for("draft", ["s"])) for _ in range(50))
+    assert sum(bool(crowded.ask_for("draft", ["s"], (), 7)) for _ in range(50)) < 25
 
 
 def test_calibration_error_is_the_distance_of_what_was_said_from_what_held() -> None:

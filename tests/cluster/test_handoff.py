@@ -5,12 +5,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from paceline.cluster.handoff import Handoff, HandoffState
-from paceline.cluster.types import Commit, KVLayout, KVReady, Reserve
+from paceline.cluster.handoff import Handoff, HandoffState, exchange, head_ranges
+from paceline.cluster.types import Commit, HeadRange, KVLayout, KVPart, KVReady, Reserve
 
 LAYERS, TOKENS, EPOCH, SENDER = 2, 2, 3, 77
 LAYOUT = KVLayout(LAYERS, 1, 8, "float32", "v")
+PARTS = (KVPart(0, 0, 0, 1, "k"),)
 Piece = tuple[int, int, int]
 """layer, start, num_tokens"""
 
@@ -20,11 +23,12 @@ def fresh(num_tokens: int = TOKENS) -> Handoff:
 
 
 def reserve(*, epoch: int = EPOCH, sender: int = SENDER, num_tokens: int = TOKENS) -> Reserve:
-    return Reserve("r", epoch, "prefill-0", sender, num_tokens, LAYOUT)
+    return Reserve("r", epoch, "prefill-0", sender, num_tokens, LAYOUT, head_ranges(1, 1))
 
 
 def ready(piece: Piece, *, epoch: int = EPOCH, key: str = "k") -> KVReady:
-    return KVReady("r", epoch, key, 0, *piece, b"")
+    layer, start, num_tokens = piece
+    return KVReady("r", epoch, key, layer, 1, 0, 1, start, num_tokens)
 
 
 def commit(
@@ -53,7 +57,7 @@ class World:
 
     def key(self) -> tuple[object, ...]:
         h = self.handoff
-        return (h.state, h.link_key, h.commit, tuple(h._next_start), h.announced, self.pending, self.arrived)
+        return (h.state, h.parts, h.commit, tuple(h._next_start), h.announced, self.pending, self.arrived)
 
     def is_whole(self) -> bool:
         """Every (layer, token) is in the pool exactly once."""
@@ -90,7 +94,7 @@ def arrival(index: int) -> Event:
 def events(world: World) -> Iterator[tuple[str, Event]]:
     """Everything that could happen next, sensible or not."""
     for how in ({}, {"epoch": EPOCH - 1}, {"sender": SENDER + 1}, {"num_tokens": 1}, {"num_tokens": 3}):
-        yield f"reserve {how}", lambda w, how=how: w.handoff.reserve(reserve(**how), "k", 0.0)
+        yield f"reserve {how}", lambda w, how=how: w.handoff.reserve(reserve(**how), PARTS, 0.0)
     for layer in range(-1, LAYERS + 1):
         for start in range(-1, TOKENS + 1):
             for num in range(TOKENS + 2):
@@ -145,8 +149,8 @@ def test_no_order_of_messages_commits_a_prompt_that_is_not_whole() -> None:
 def test_a_prompt_in_two_chunks_is_committed_once_all_is_in_the_pool() -> None:
     """Reserve, announce, arrive, commit: the commit may come before the last arrival."""
     handoff = fresh(num_tokens=5)
-    assert handoff.reserve(reserve(num_tokens=5), "k", 7.0) == ""
-    assert (handoff.state, handoff.link_key, handoff.deadline) == (HandoffState.STREAMING, "k", 7.0)
+    assert handoff.reserve(reserve(num_tokens=5), PARTS, 7.0) == ""
+    assert (handoff.state, handoff.parts, handoff.deadline) == (HandoffState.STREAMING, PARTS, 7.0)
     for piece in [(0, 0, 3), (1, 0, 3), (1, 3, 2), (0, 3, 2)]:
         assert handoff.announce(ready(piece), 8.0) == ""
     for _ in range(3):
@@ -172,10 +176,10 @@ def test_a_reservation_that_does_not_match_is_refused_by_name(message: Reserve, 
     """Each refusal is a short label for metrics and moves neither state nor deadline."""
     handoff = fresh()
     if reason == "reserved_twice":
-        handoff.reserve(reserve(), "k", 1.0)
+        handoff.reserve(reserve(), PARTS, 1.0)
     state, deadline = handoff.state, handoff.deadline
 
-    assert handoff.reserve(message, "other", 99.0) == reason
+    assert handoff.reserve(message, (), 99.0) == reason
     assert (handoff.state, handoff.deadline) == (state, deadline)
 
 
@@ -194,7 +198,7 @@ def test_a_reservation_that_does_not_match_is_refused_by_name(message: Reserve, 
 def test_an_announcement_that_does_not_fit_is_refused_by_name(message: KVReady, reason: str) -> None:
     """Gaps, overlaps, unknown layers, empty ranges, other links and other epochs are no progress."""
     handoff = fresh()
-    handoff.reserve(reserve(), "k", 1.0)
+    handoff.reserve(reserve(), PARTS, 1.0)
 
     assert handoff.announce(message, 99.0) == reason
     assert (handoff.announced, handoff.deadline) == (0, 1.0)
@@ -203,7 +207,7 @@ def test_an_announcement_that_does_not_fit_is_refused_by_name(message: KVReady, 
 def test_a_commit_before_the_last_announcement_is_refused() -> None:
     """A sender that says "that was all" too early is told what is wrong, and nothing is committed."""
     handoff = fresh()
-    handoff.reserve(reserve(), "k", 1.0)
+    handoff.reserve(reserve(), PARTS, 1.0)
     handoff.announce(ready((0, 0, 2)), 1.0)
     handoff.arrived(1, 1.0)
 
@@ -217,3 +221,116 @@ def test_a_dropped_hand_off_keeps_its_first_reason() -> None:
 
     assert handoff.drop("lease") and not handoff.drop("cancelled")
     assert (handoff.state, handoff.reason, handoff.is_open) == (HandoffState.DROPPED, "lease", False)
+
+
+# --- skipped tokens, layers together, heads apart -------------------------------------------------------
+
+
+def test_tokens_that_are_here_already_are_not_awaited() -> None:
+    """Announcements begin where the receiver said; what is before is refused, and the rest is a whole."""
+    handoff = fresh(num_tokens=5)
+    assert handoff.reserve(reserve(num_tokens=5), PARTS, 1.0, num_skipped=3) == ""
+
+    assert handoff.announce(ready((0, 0, 5)), 1.0) == "bad_range"
+    for layer in range(LAYERS):
+        assert handoff.announce(ready((layer, 3, 2)), 1.0) == ""
+        handoff.arrived(8, 1.0)
+    assert handoff.note_commit(commit(2, num_tokens=5)) == ""
+    assert handoff.try_complete()
+
+
+def piece_of(part: KVPart, layer: int, num_layers: int, start: int, num_tokens: int) -> KVReady:
+    return KVReady(
+        "r", EPOCH, part.link_key, layer, num_layers, part.head_start, part.num_heads, start, num_tokens
+    )
+
+
+def test_layers_may_come_together_and_heads_over_links_of_their_own() -> None:
+    """Two parts over two links, each in its own order: whole when both are, and heads of one do not count for the other."""
+    parts = (KVPart(0, 0, 0, 2, "a"), KVPart(1, 0, 2, 1, "b"))
+    handoff = fresh(num_tokens=4)
+    assert handoff.reserve(reserve(num_tokens=4), parts, 1.0) == ""
+    assert handoff.announce(piece_of(parts[0], 0, LAYERS, 0, 4), 1.0) == ""
+    handoff.arrived(8, 1.0)
+    foreign = KVPart(1, 0, 0, 2, "b")
+
+    assert handoff.announce(piece_of(foreign, 0, 1, 0, 4), 1.0) == "bad_range"
+    assert handoff.announce(piece_of(parts[0], 0, 1, 0, 4), 1.0) == "bad_range"
+    assert handoff.note_commit(commit(1, num_tokens=4)) == "incomplete"
+    assert handoff.announce(piece_of(parts[1], 0, LAYERS + 1, 0, 4), 1.0) == "bad_range"
+    assert handoff.announce(piece_of(parts[1], 0, 1, 0, 4), 1.0) == ""
+    assert handoff.announce(piece_of(parts[1], 0, LAYERS, 0, 4), 1.0) == "bad_range"
+    assert handoff.announce(piece_of(parts[1], 1, 1, 0, 4), 1.0) == ""
+    for _ in range(2):
+        handoff.arrived(8, 1.0)
+    assert handoff.note_commit(commit(3, num_tokens=4)) == ""
+    assert handoff.try_complete()
+    assert handoff.uses("a") and handoff.uses("b") and not handoff.uses("k")
+
+
+degrees = st.integers(1, 16)
+
+
+def covered(held: HeadRange) -> set[int]:
+    return set(range(held.start, held.start + held.num))
+
+
+@given(st.integers(1, 32), degrees)
+def test_ranks_hold_the_heads_their_queries_read(num_kv_heads: int, tp_size: int) -> None:
+    """Together all heads; of each its share, and no more than the one or two it has in common with a neighbour."""
+    ranges = head_ranges(num_kv_heads, tp_size)
+
+    assert len(ranges) == tp_size
+    assert set().union(*map(covered, ranges)) == set(range(num_kv_heads))
+    for rank, held in enumerate(ranges):
+        # With as many query heads as makes both numbers divide: query head q reads KV head q * G // Q.
+        num_queries = num_kv_heads * tp_size
+        mine = range(rank * num_queries // tp_size, (rank + 1) * num_queries // tp_size)
+        assert covered(held) == {query * num_kv_heads // num_queries for query in mine}
+    if num_kv_heads % tp_size == 0:
+        assert {held.num for held in ranges} == {num_kv_heads // tp_size}
+    elif tp_size % num_kv_heads == 0:
+        assert [held.start for held in ranges] == [r * num_kv_heads // tp_size for r in range(tp_size)]
+        assert {held.num for held in ranges} == {1}
+
+
+@given(st.integers(1, 32), degrees, degrees)
+def test_every_receiver_gets_each_of_its_heads_once_from_one_that_has_it(
+    num_kv_heads: int, tp_prefill: int, tp_decode: int
+) -> None:
+    """Whatever divides what: whole, without overlap, in order; equal degrees pair rank with rank."""
+    sender, receiver = head_ranges(num_kv_heads, tp_prefill), head_ranges(num_kv_heads, tp_decode)
+    parts = exchange(sender, receiver)
+
+    for rank, wanted in enumerate(receiver):
+        heads = [
+            head
+            for part in parts
+            if part.receiver_rank == rank
+            for head in range(part.head_start, part.head_start + part.num_heads)
+        ]
+        assert heads == sorted(covered(wanted))
+    for part in parts:
+        given_heads = covered(HeadRange(part.head_start, part.num_heads))
+        assert given_heads <= covered(sender[part.sender_rank])
+    pairs = [(part.sender_rank, part.receiver_rank) for part in parts]
+    assert len(set(pairs)) == len(pairs), "one message could have carried both"
+    if tp_prefill == tp_decode:
+        assert pairs == [(rank, rank) for rank in range(tp_prefill)]
+
+
+@given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 4))
+def test_copies_of_a_head_share_the_work(num_kv_heads: int, copies: int, per_copy: int) -> None:
+    """Each of a head's holders serves as many of its receivers as the others."""
+    sender = head_ranges(num_kv_heads, num_kv_heads * copies)
+    receiver = head_ranges(num_kv_heads, num_kv_heads * copies * per_copy)
+    parts = exchange(sender, receiver)
+    load = [sum(part.sender_rank == rank for part in parts) for rank in range(len(sender))]
+
+    assert max(load) - min(load) <= 2 * per_copy
+
+
+def test_heads_that_nobody_holds_cannot_be_exchanged() -> None:
+    """A sender of another model, or of half of one."""
+    with pytest.raises(ValueError, match="no sender holds KV head 2"):
+        exchange(head_ranges(2, 1), head_ranges(3, 1))

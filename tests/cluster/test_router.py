@@ -1,7 +1,7 @@
 """Routes and registrations -> assignments and a directory; the router itself over real sockets."""
 
 import asyncio
-import zlib
+import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping
 from contextlib import asynccontextmanager
@@ -12,9 +12,36 @@ import pytest
 import structlog.testing
 
 from paceline.cluster import wire
-from paceline.cluster.config import ClusterConfig
-from paceline.cluster.router import DirectoryState, Router, choose, ready_workers
-from paceline.cluster.types import Assignment, Cancel, Directory, Message, Register, Role, Route, WorkerInfo
+from paceline.cluster.config import ClusterConfig, load_config
+from paceline.cluster.prefixes import MARK_BYTES, prefix_marks
+from paceline.cluster.router import (
+    STREAM_TOKENS,
+    Candidate,
+    DirectoryState,
+    Load,
+    Policy,
+    Router,
+    candidates,
+    choose,
+    ready_workers,
+    sticky,
+)
+from paceline.cluster.types import (
+    NO_PROBATION,
+    NO_ROOM,
+    NO_WORKER,
+    QUARANTINED,
+    Assignment,
+    Cancel,
+    Directory,
+    Message,
+    Progress,
+    Quarantine,
+    Register,
+    Role,
+    Route,
+    WorkerInfo,
+)
 
 SECRET = b"s" * 32
 
@@ -28,7 +55,8 @@ def logged() -> Iterator[list[MutableMapping[str, Any]]]:
 
 def worker(role: Role, name: str, incarnation: int, **how: Any) -> WorkerInfo:
     how.setdefault("state", "ready")
-    return WorkerInfo(f"{role}-{name}", role, incarnation, "127.0.0.1", 1000 + incarnation, 1, "node", **how)
+    node = how.pop("node", "node")
+    return WorkerInfo(f"{role}-{name}", role, incarnation, "127.0.0.1", 1000 + incarnation, 1, node, **how)
 
 
 D1, D2 = worker("decode", "a", 1), worker("decode", "b", 2)
@@ -36,8 +64,8 @@ P1, P2 = worker("prefill", "a", 3), worker("prefill", "b", 4)
 R1, R2 = worker("draft", "a", 5), worker("draft", "b", 6)
 
 
-def route(name: str = "r", num_tokens: int = 100, **how: Any) -> Route:
-    return Route(name, how.pop("epoch", 0), num_tokens, how.pop("speculate", True), **how)
+def route(request_id: str = "r", num_tokens: int = 100, **how: Any) -> Route:
+    return Route(request_id, how.pop("epoch", 0), num_tokens, how.pop("speculate", True), **how)
 
 
 def picked(assignment: Assignment) -> tuple[str, ...]:
@@ -49,47 +77,133 @@ def picked(assignment: Assignment) -> tuple[str, ...]:
 # --- the policy -----------------------------------------------------------------------------------------
 
 
+POLICY = Policy(min_remote_tokens=16, max_streams=4)
+
+
+def decided(workers: list[WorkerInfo], **how: Any) -> Assignment:
+    """The policy's word about a stream, all workers as they say they are."""
+    streams = {w.incarnation: w.num_streams for w in workers}
+    return choose(route(**how), candidates(workers, streams), POLICY)
+
+
 @pytest.mark.parametrize(
     "workers, how, expected",
     [
-        ([], {}, ("", "", "", "no decode worker is ready")),
-        ([P1, R1], {}, ("", "", "", "no decode worker is ready")),
+        ([], {}, ("", "", "", NO_WORKER)),
+        ([P1, R1], {}, ("", "", "", NO_WORKER)),
         ([D1], {}, ("decode-a", "", "", "no_prefill_worker")),
-        ([D2, D1, P2, P1, R1], {}, ("decode-a", "prefill-a", "draft-a", "")),
+        ([D2, D1, P2, P1], {}, ("decode-a", "prefill-a", "", "")),
         ([D1, P1, R1], {"num_tokens": 16}, ("decode-a", "", "draft-a", "short")),
         ([D1, P1, R1], {"num_tokens": 17}, ("decode-a", "prefill-a", "draft-a", "")),
         ([D1, P1, R1], {"needs_prompt_logits": True}, ("decode-a", "", "draft-a", "prompt_logits")),
         ([D1, P1, R1], {"speculate": False}, ("decode-a", "prefill-a", "", "")),
         ([D1, D2, P1], {"avoid": (1,)}, ("decode-b", "prefill-a", "", "")),
-        ([D1, P1], {"avoid": (1,)}, ("", "", "", "no decode worker is ready")),
+        ([D1, P1], {"avoid": (1,)}, ("", "", "", NO_WORKER)),
         ([D1, P1, P2], {"avoid": (3,)}, ("decode-a", "prefill-b", "", "")),
         ([D1, P1], {"avoid": (3,)}, ("decode-a", "", "", "no_prefill_worker")),
         ([worker("decode", "a", 1, num_streams=3), D2], {}, ("decode-b", "", "", "no_prefill_worker")),
-        ([worker("decode", "a", 1, state="draining")], {}, ("", "", "", "no decode worker is ready")),
+        ([worker("decode", "a", 1, state="draining")], {}, ("", "", "", NO_WORKER)),
         ([worker("decode", "a", 1, state="starting"), D2, P1], {}, ("decode-b", "prefill-a", "", "")),
         ([D1, worker("prefill", "a", 3, state="draining")], {}, ("decode-a", "", "", "no_prefill_worker")),
         ([D1, P1, worker("draft", "a", 5, state="starting")], {}, ("decode-a", "prefill-a", "", "")),
+        ([worker("decode", "a", 1, num_streams=4), P1], {"is_new": True}, ("", "", "", NO_ROOM)),
+        ([worker("decode", "a", 1, num_streams=4), D2], {"is_new": True}, ("decode-b", "", "", "no_prefill_worker")),
+        ([worker("decode", "a", 1, num_streams=9), P1], {}, ("decode-a", "prefill-a", "", "")),
+        ([worker("decode", "a", 1, num_streams=1), P1, R1], {"alone": True}, ("", "", "", NO_PROBATION)),
+        ([D1, P1, R1], {"alone": True}, ("decode-a", "", "", "probation")),
     ],
-)
+)  # fmt: skip
 def test_the_policy_picks(
     workers: list[WorkerInfo], how: dict[str, Any], expected: tuple[str, str, str, str]
 ) -> None:
-    """Decode by load, prefill by load unless the prompt is short, a draft if wanted; never one to avoid."""
-    assignment = choose(route(epoch=4, **how), workers, min_remote_tokens=16)
+    """By cost, with the reason for what is missing; never one to avoid, never one that is not ready."""
+    assignment = decided(workers, epoch=4, **how)
 
     assert picked(assignment) == expected
     assert (assignment.request_id, assignment.epoch) == ("r", 4)
 
 
-def test_a_stream_keeps_its_draft_worker_and_streams_spread_over_them() -> None:
-    """The draft follows from the request's id alone, in whatever order the directory lists the workers."""
-    names = [f"request-{i}" for i in range(64)]
-    first = {name: choose(route(name), [D1, R1, R2], min_remote_tokens=1).draft for name in names}
-    again = {name: choose(route(name), [R2, R1, D1], min_remote_tokens=1).draft for name in names}
+@pytest.mark.parametrize(
+    "known, expected",
+    [
+        # A hit is worth as many tokens as it saves, and a stream costs STREAM_TOKENS.
+        ([Candidate(D1), Candidate(D2, num_hit=64)], ("decode-b", "", "no_prefill_worker")),
+        ([Candidate(D1), Candidate(D2, 1, num_hit=STREAM_TOKENS - 1)], ("decode-a", "", "no_prefill_worker")),
+        ([Candidate(D1), Candidate(D2, 1, num_hit=STREAM_TOKENS + 1)], ("decode-b", "", "no_prefill_worker")),
+        # Nothing worth sending is left to compute.
+        ([Candidate(D1, num_hit=80), Candidate(P1)], ("decode-a", "prefill-a", "")),
+        ([Candidate(D1, num_hit=84), Candidate(P1)], ("decode-a", "", "prefix_hit")),
+        # Prefill by what is queued and what it holds.
+        ([Candidate(D1), Candidate(P1, 1, 50), Candidate(P2)], ("decode-a", "prefill-b", "")),
+        ([Candidate(D1, 1), Candidate(P1, 1, 50), Candidate(P2, 3, 90)], ("decode-a", "prefill-a", "")),
+        ([Candidate(D1, 1), Candidate(P1, 1, 50), Candidate(P2, 3, 90, 64)], ("decode-a", "prefill-b", "")),
+        # All prefill workers have something to do and the decode worker has nothing.
+        ([Candidate(D1), Candidate(P1, 1, 50), Candidate(P2, 3, 90)], ("decode-a", "", "prefill_busy")),
+        # KV stays on the node unless the other worker is much better.
+        ([Candidate(D1), Candidate(worker("prefill", "0", 7, node="far")), Candidate(P1)], ("decode-a", "prefill-a", "")),
+        ([Candidate(D1), Candidate(worker("prefill", "0", 7, node="far")), Candidate(P1, 1, 13)], ("decode-a", "prefill-0", "")),
+    ],
+)  # fmt: skip
+def test_costs_decide(known: list[Candidate], expected: tuple[str, str, str]) -> None:
+    """Prompts of 100 tokens, of which 99 need KV: hits, load, queues and nodes, all in tokens."""
+    assignment = choose(route(speculate=False), known, POLICY)
 
-    assert first == again
-    assert first["request-0"] == [R1, R2][zlib.crc32(b"request-0") % 2]
-    assert set(first.values()) == {R1, R2}
+    decode, prefill, _, reason = picked(assignment)
+    assert (decode, prefill, reason) == expected
+
+
+def test_any_mix_of_workers_gets_a_legal_and_repeatable_answer() -> None:
+    """Random clusters: ready ones only, none to avoid, the bound holds, and the order they are listed in is no matter."""
+    rng = random.Random(0)
+    for _ in range(500):
+        known = [
+            Candidate(
+                worker(rng.choice(("prefill", "decode", "draft")), str(i), i + 1, node=rng.choice("xy")),
+                rng.randrange(6),
+                rng.choice((0, 0, 500)),
+                rng.randrange(0, 128, 16),
+            )
+            for i in range(rng.randrange(9))
+        ]
+        asked = route(
+            f"r{rng.random()}",
+            rng.randrange(1, 200),
+            avoid=tuple(rng.sample(range(1, 10), 2)),
+            is_new=rng.random() < 0.5,
+            alone=rng.random() < 0.2,
+            speculate=rng.random() < 0.8,
+        )
+        answer = choose(asked, known, POLICY)
+        rng.shuffle(known)
+        assert choose(asked, known, POLICY) == answer
+
+        by_worker = {c.worker.incarnation: c for c in known}
+        for info, role in ((answer.decode, "decode"), (answer.prefill, "prefill"), (answer.draft, "draft")):
+            assert info is None or (info.role == role and info.incarnation not in asked.avoid)
+        if answer.decode is None:
+            assert answer.reason in (NO_WORKER, NO_ROOM, NO_PROBATION)
+            assert answer.prefill is None and answer.draft is None
+            continue
+        assert (answer.prefill is None) == bool(answer.reason)
+        chosen = by_worker[answer.decode.incarnation]
+        assert not asked.alone or (chosen.num_streams == 0 and answer.draft is None)
+        assert not asked.is_new or asked.alone or chosen.num_streams < POLICY.max_streams
+        assert answer.prefill is None or asked.num_tokens - 1 - chosen.num_hit >= POLICY.min_remote_tokens
+
+
+def test_a_stream_keeps_its_draft_worker_and_only_its_own_move_when_one_goes() -> None:
+    """Rendezvous hashing: by id alone, in whatever order workers are listed, near the decode worker if possible."""
+    third = worker("draft", "c", 7)
+    names = [f"request-{i}" for i in range(300)]
+    before = {name: sticky(name, [R1, R2, third]) for name in names}
+    after = {name: sticky(name, [third, R1]) for name in names}
+
+    assert Counter(w.worker_id for w in before.values() if w).most_common()[-1][1] > 70
+    assert all(after[name] == before[name] for name in names if before[name] != R2)
+    assert {after[name] for name in names if before[name] == R2} == {R1, third}
+    far = worker("draft", "d", 8, node="far")
+    assert {decided([D1, far, R1], request_id=name).draft for name in names} == {R1}
+    assert decided([D1, far]).draft == far
 
 
 def test_ready_workers_come_least_loaded_first_and_ties_by_name() -> None:
@@ -205,9 +319,10 @@ Join = Callable[[WorkerInfo | None], Any]
 
 
 @asynccontextmanager
-async def running() -> AsyncIterator[tuple[Router, Join]]:
+async def running(*settings: str) -> AsyncIterator[tuple[Router, Join]]:
     """A router, and a function that connects a member and registers it."""
-    router = Router(ClusterConfig(), wire.Identity("router", 1))
+    config = load_config(None, settings) if settings else ClusterConfig()
+    router = Router(config, wire.Identity("router", 1))
     host, port = await router.start(SECRET)
     members: list[FakeMember] = []
 
@@ -279,27 +394,142 @@ async def test_a_burst_spreads_over_the_workers() -> None:
         assert prefills == {"prefill-a": 5, "prefill-b": 5}
 
 
-async def test_a_heartbeat_replaces_what_was_counted_meanwhile() -> None:
-    """After it the worker's own figure counts: an idle worker takes the next streams again."""
-    async with running() as (_, join):
-        first, _ = await join(D1), await join(D2)
-        gateway = await join(None)
-        for index in range(6):
-            gateway.send(route(f"r{index}"))
-        await gateway.until(lambda: len(gateway.assignments) == 6)
-        idle = msgspec.structs.replace(D1, version="after the burst", state="ready")
-        first.send(Register(idle))
-        # A state change and back is broadcast at once: it tells that the heartbeat was read.
-        first.send(Register(msgspec.structs.replace(idle, state="draining")))
-        first.send(Register(idle))
-        await gateway.until(lambda: idle in gateway.workers)
-        for index in range(3):
-            gateway.send(route(f"s{index}"))
-        await gateway.until(lambda: len(gateway.assignments) == 9)
+async def ask(gateway: FakeMember, *routes: Route) -> list[Assignment]:
+    """Answers to routes, in order."""
+    before = len(gateway.assignments)
+    for asked in routes:
+        gateway.send(asked)
+    await gateway.until(lambda: len(gateway.assignments) == before + len(routes))
+    return gateway.assignments[before:]
 
-        assert [a.decode for a in gateway.assignments[6:]] == [
-            msgspec.structs.replace(idle, num_streams=n) for n in range(3)
-        ]
+
+async def test_what_gateways_say_counts_and_not_a_heartbeat_from_before() -> None:
+    """A prefill worker is free with the first tokens, a decode worker with the end, whatever they say themselves."""
+    async with running() as (_, join):
+        await join(msgspec.structs.replace(D1, num_streams=5))
+        await join(D2)
+        for info in (P1, P2):
+            await join(info)
+        gateway = await join(None)
+        first, second = await ask(gateway, route("r0"), route("r1"))
+        assert (first.decode.worker_id, first.prefill) == ("decode-a", P1)
+        assert (second.decode, second.prefill) == (D2, P2)
+        gateway.send(Progress("r0", 0, D1.incarnation))
+        (third,) = await ask(gateway, route("r2"))
+        assert (third.decode.worker_id, third.prefill) == ("decode-a", P1)
+        gateway.send(Progress("r1", 0))
+        (fourth,) = await ask(gateway, route("r3"))
+        assert (fourth.decode, fourth.prefill) == (D2, P2)
+
+
+async def test_a_gateway_s_death_ends_what_it_had_running() -> None:
+    """Its streams are cancelled by the workers; the router must not count them for ever."""
+    async with running() as (router, join):
+        await join(D1)
+        gateway = await join(None)
+        await ask(gateway, route("r0"), route("r1"))
+        assert router._load.streams == {D1.incarnation: 2}
+        gateway.peer.close()
+        await gateway.until(lambda: gateway.is_closed)
+        again = await join(None)
+        await again.until(lambda: router._load.streams == {})
+
+        again.send(Progress("r0", 0, D1.incarnation, P1.incarnation, 40))
+        await ask(again, route("probe"))
+        assert router._load.streams == {D1.incarnation: 2, P1.incarnation: 1}
+        assert router._load.queued == {P1.incarnation: 40}
+
+
+async def test_prompts_go_where_their_beginning_went_and_a_salt_keeps_them_apart() -> None:
+    """The second of two streams that begin alike finds the first's worker, if the load allows; another salt's does not."""
+    async with running() as (_, join):
+        for info in (D1, D2):
+            await join(msgspec.structs.replace(info, kv_blocks_free=100))
+        gateway = await join(None)
+        tokens = list(range(200))
+        mine, other = (prefix_marks(tokens, 16, salt) for salt in ("mine", "other"))
+        (first,) = await ask(gateway, route("r0", 200, marks=mine))
+        assert first.decode.worker_id == "decode-a"
+        (same, apart) = await ask(
+            gateway, route("r1", 200, marks=mine[: 10 * MARK_BYTES]), route("r2", 200, marks=other)
+        )
+
+        assert same.decode.worker_id == "decode-a"
+        assert apart.decode.worker_id == "decode-b"
+
+
+async def test_a_full_cluster_turns_new_streams_away_for_as_long_as_it_measures() -> None:
+    """Each that is turned away is told a later time; one that was moved is taken all the same."""
+    async with running("decode.max_streams=1", "decode.max_queue=1") as (_, join):
+        await join(D1)
+        gateway = await join(None)
+        answers = await ask(gateway, *(route(f"r{i}", is_new=True) for i in range(5)))
+        assert [bool(a.decode) for a in answers] == [True, True, False, False, False]
+        assert {a.reason for a in answers[2:]} == {NO_ROOM}
+        waits = [a.retry_after_s for a in answers[2:]]
+        assert waits[0] >= 1 and waits[0] < waits[1] < waits[2] < 60
+
+        (moved,) = await ask(gateway, route("moved", epoch=1))
+        assert moved.decode == D1
+        gateway.send(Progress("moved", 1))
+        gateway.send(Progress("r0", 0))
+        (fits,) = await ask(gateway, route("fits", is_new=True))
+        assert fits.decode == D1
+
+
+async def test_a_suspect_runs_alone_on_a_worker_that_is_kept_for_it() -> None:
+    """Nobody else is sent to that worker; it waits until the worker has run dry; then the worker serves all again."""
+    async with running() as (_, join):
+        for info in (D1, D2, P1, R1):
+            await join(info)
+        gateway = await join(None)
+        await ask(gateway, route("r0"), route("r1"))
+        suspect = route("suspect", epoch=2, alone=True)
+        (waits,) = await ask(gateway, suspect)
+        assert (waits.decode, waits.reason) == (None, NO_PROBATION)
+        others = await ask(gateway, *(route(f"s{i}") for i in range(4)))
+        assert {a.decode.worker_id for a in others} == {"decode-b"}
+        gateway.send(Progress("r0", 0))
+        (alone,) = await ask(gateway, suspect)
+        assert picked(alone) == ("decode-a", "", "", "probation")
+        (second,) = await ask(gateway, route("another", epoch=2, alone=True))
+        assert second.reason == NO_PROBATION
+        (other,) = await ask(gateway, route("s9"))
+        assert other.decode.worker_id == "decode-b"
+        gateway.send(Progress("suspect", 2))
+        (free,) = await ask(gateway, route("t"))
+        assert free.decode.worker_id == "decode-a"
+
+
+async def test_a_quarantined_request_is_turned_away_by_every_gateway_s_router() -> None:
+    """One gateway tells, and others get the answer as well."""
+    async with running() as (_, join):
+        await join(D1)
+        one, two = await join(None), await join(None)
+        one.send(Quarantine((b"d" * 16,)))
+        await ask(one, route("probe"))
+        refused, served = await ask(two, route("r", digest=b"d" * 16), route("s", digest=b"e" * 16))
+
+        assert (refused.decode, refused.reason) == (None, QUARANTINED)
+        assert served.decode == D1
+
+
+def test_load_adds_up_to_nothing_whatever_the_gateways_say() -> None:
+    """Repeated, reordered and unknown messages: after the ends of all attempts nothing is left."""
+    rng = random.Random(1)
+    load = Load()
+    keys = [(gateway, f"r{i}", epoch) for gateway in (1, 2) for i in range(4) for epoch in (0, 1)]
+    for now in range(300):
+        gateway, name, epoch = rng.choice(keys)
+        ends = rng.random() < 0.3
+        busy = (0, 0, 0) if ends else (rng.choice((10, 11)), rng.choice((0, 20)), rng.randrange(100))
+        load.put(gateway, Progress(name, epoch, *busy), now)
+        assert all(num > 0 for num in load.streams.values())
+    for gateway, name, epoch in keys[:8]:
+        load.put(gateway, Progress(name, epoch), 300)
+    load.drop_gateway(2)
+
+    assert load.streams == {} == load.queued
 
 
 async def test_a_lost_worker_leaves_the_directory_at_once() -> None:

@@ -154,7 +154,14 @@ def test_every_struct_is_a_message_or_part_of_one() -> None:
     """A message type that was left out of the union could be sent and never be read."""
     structs = {v for v in vars(types).values() if isinstance(v, type) and issubclass(v, types.Struct)}
     parts = {types.Struct, types.Sampling, types.Request, types.WorkerInfo, types.Delta, types.KVLayout}
-    parts |= {types.DraftOpen, types.DraftAdvance, types.DraftTree, types.Logprobs}
+    parts |= {
+        types.DraftOpen,
+        types.DraftAdvance,
+        types.DraftTree,
+        types.Logprobs,
+        types.HeadRange,
+        types.KVPart,
+    }
 
     assert structs - parts == set(KINDS)
 

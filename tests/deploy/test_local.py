@@ -21,7 +21,6 @@ def test_a_serve_that_never_shuts_down_is_not_waited_for(
 
     exits: list[int] = []
     monkeypatch.setenv(local.RUN_VARIABLE, "nobody")
-    monkeypatch.setattr(local, "SHUTDOWN_S", 0.1)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "shutdown", lambda: pytest.fail("it would wait as well"))
     monkeypatch.setattr(serve, "shutdown", lambda: time.sleep(30))
@@ -29,7 +28,7 @@ def test_a_serve_that_never_shuts_down_is_not_waited_for(
     folder = tmp_path / "ray"
     folder.mkdir()
     began = time.monotonic()
-    local._stop(folder)
+    local._stop(folder, 0.1)
 
     assert exits == [0] and not folder.exists() and time.monotonic() - began < 10
     assert "did not shut down" in capfd.readouterr().err

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,9 @@ import httpx
 import openai
 import psutil
 import pytest
+
+from paceline.cluster.config import load_config
+from paceline.deploy import cli, local
 
 PACELINE = [sys.executable, "-m", "paceline.deploy.cli"]
 
@@ -29,6 +33,8 @@ class Cluster:
     url: str
     control: str
     start_seconds: float
+    supervisor: subprocess.Popen[bytes] | None = None
+    """Of a cluster of several nodes: SIGUSR1 kills the second, SIGUSR2 adds another."""
 
     def cli(self, *args: str) -> subprocess.CompletedProcess[str]:
         """Run a subcommand on this cluster."""
@@ -40,6 +46,17 @@ class Cluster:
         assert done.returncode == 0, done.stderr
         report: dict[str, Any] = json.loads(done.stdout)
         return report
+
+    def workers(self) -> list[dict[str, Any]]:
+        """All that control knows now; none while it does not answer."""
+        try:
+            return list(httpx.get(f"{self.control}/admin/api/status", timeout=5.0).json()["workers"])
+        except (httpx.HTTPError, ValueError):
+            return []
+
+    def ready(self, *roles: str) -> list[dict[str, Any]]:
+        """Those of these roles that take streams."""
+        return [w for w in self.workers() if w["role"] in roles and w["state"] == "ready"]
 
     def worker(self, role: str) -> dict[str, Any]:
         """The one worker of a role."""
@@ -97,6 +114,58 @@ def cluster(home: Path) -> Iterator[Cluster]:
     left = [p.pid for p in psutil.process_iter() if _run_of(p) == state["run_id"]]
     assert left == [], f"processes left by `paceline stop`: {left}"
     assert not Path(state.get("ray_folder") or "/nowhere").exists()
+
+
+ROLES = ("prefill", "decode", "draft")
+TWO_NODES = (
+    "gateway.port=0",
+    "control.port=0",
+    "gateway.drain_s=6",
+    *(f"{role}.replicas=2" for role in ROLES),
+    *(f"{role}.max_per_node=1" for role in ROLES),
+    "gateway.resources={first: 1}",
+    "control.resources={first: 1}",
+    "decode.max_streams=2",
+    "decode.max_queue=2",
+    "link.interface=node",
+    "speculation.control=fixed",
+    "speculation.sources=[draft]",
+)
+"""Two workers of each role, one on each node; few places, so that few clients fill them."""
+
+
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """The application on two raylets; at its end no process is left."""
+    home = tmp_path_factory.mktemp("two")
+    folder = home / "run" / "two"
+    folder.mkdir(parents=True)
+    config = cli._with_free_ports(load_config(None, TWO_NODES))
+    urls = [f"http://127.0.0.1:{section.port}" for section in (config.gateway, config.control)]
+    state: dict[str, Any] = {"run_id": uuid.uuid4().hex, "phase": "launching", "gateway": urls[0]}
+    state.update(control=urls[1], config=config.model_dump(mode="json"))
+    local.write_state(folder, state)
+    began = time.monotonic()
+    with (folder / "supervisor.log").open("w") as log:
+        supervisor = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("raylets.py")), str(folder)],
+            env={**os.environ, local.RUN_VARIABLE: state["run_id"], "PACELINE_HOME": str(home)},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    cluster = Cluster(home, "two", *urls, 0.0, supervisor)
+    try:
+        while len(cluster.ready(*ROLES)) < 6:
+            assert supervisor.poll() is None, (folder / "supervisor.log").read_text()
+            assert time.monotonic() - began < 240
+            time.sleep(0.2)
+        cluster.start_seconds = time.monotonic() - began
+        yield cluster
+    finally:
+        supervisor.terminate()
+        supervisor.wait(90.0)
+    assert local.processes_of(state["run_id"]) == []
 
 
 def _run_of(process: psutil.Process) -> str | None:

@@ -139,7 +139,8 @@ def test_a_hung_prefill_worker_is_given_up_in_under_five_seconds(cluster: Any) -
     os.kill(pid, signal.SIGSTOP)
     try:
         began = time.monotonic()
-        answer = cluster.client().completions.create(**how)
+        # Another salt: its KV is nowhere yet.
+        answer = cluster.client().completions.create(**how, extra_body={"cache_salt": "hung"})
         seconds = time.monotonic() - began
     finally:
         os.kill(pid, signal.SIGCONT)

@@ -12,11 +12,15 @@ import torch
 import harness as h
 import oracle
 from paceline.cluster.gateway.streams import StreamReport
+from paceline.cluster.handoff import head_ranges
 from paceline.cluster.types import KVReady, Reserve
+from paceline.cluster.wire import Peer
 from paceline.workers import kv_link
 from paceline.workers.decode import DecodeWorker
 from paceline.workers.draft import DraftWorker
+from paceline.workers.engine import Engine
 from paceline.workers.kv_link import Arrival
+from paceline.workers.kv_receive import HandoffReceiver
 from paceline.workers.prefill import PrefillWorker
 
 NUM = 24
@@ -81,18 +85,18 @@ async def test_a_flipped_bit_is_refused(
     models: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One bit of one message changes on the way: nothing of the hand-off is used, the text stays right."""
-    original = DecodeWorker._arrived
+    original = HandoffReceiver._arrived
     flipped = []
 
-    def flip(self: DecodeWorker, arrival: Arrival) -> None:
-        if arrival.message.layer == 1 and not flipped:
+    def flip(self: HandoffReceiver, peer: Peer, arrival: Arrival) -> None:
+        if not flipped:
             bits = arrival.rows.view(torch.int32).view(-1)
             bits[17] ^= 1 << 3
             flipped.append(arrival.message)
-        original(self, arrival)
+        original(self, peer, arrival)
 
-    monkeypatch.setattr(DecodeWorker, "_arrived", flip)
-    async with h.cluster(models) as cluster:
+    monkeypatch.setattr(HandoffReceiver, "_arrived", flip)
+    async with h.cluster(models, "kv.prefix_cache=false") as cluster:
         for kind in h.ALL:
             await cluster.add(kind, "0")
 
@@ -117,9 +121,10 @@ async def test_messages_of_a_stale_epoch_or_another_incarnation_are_refused(
         before = _refused(decode)
         me = prefill.member.me
 
-        peer.send(Reserve("warm", 0, me.worker_id, me.incarnation, 149, layout))
-        peer.send(Reserve("warm", 7, me.worker_id, me.incarnation - 1, 149, layout))
-        peer.send(KVReady("warm", 0, "kv/0/0/1", 10_000, 0, 0, 149, bytes(16)))
+        heads = head_ranges(layout.num_kv_heads, 1)
+        peer.send(Reserve("warm", 0, me.worker_id, me.incarnation, 149, layout, heads))
+        peer.send(Reserve("warm", 7, me.worker_id, me.incarnation - 1, 149, layout, heads))
+        peer.send(KVReady("warm", 0, "kv/0/0/1", 0, 3, 0, 2, 0, 149, 10_000, bytes(16)))
         await cluster.until(lambda: sum(_refused(decode).values()) >= sum(before.values()) + 3)
         tokens, _ = await cluster.run(h.request("r", PROMPT, NUM, **HOW))
 
@@ -142,7 +147,7 @@ async def test_a_hung_sender_is_given_up_in_under_five_seconds(
 
     released: list[bool] = []
     monkeypatch.setattr(kv_link.LinkSender, "credit", never)
-    async with h.cluster(models, "link.timeout_s=1.5", "link.lease_s=3") as cluster:
+    async with h.cluster(models, "link.timeout_s=1.5", "link.lease_s=3", "kv.prefix_cache=false") as cluster:
         for kind in h.ALL:
             await cluster.add(kind, "0")
         began = time.monotonic()
@@ -163,21 +168,21 @@ async def test_a_prefill_worker_that_dies_in_mid_transfer_costs_only_a_recompute
     models: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its connections close after half of the layers arrived; the decode worker computes the prompt itself."""
-    async with h.cluster(models, "prefill.token_budget=32") as cluster:
+    async with h.cluster(models, "prefill.token_budget=32", "kv.prefix_cache=false") as cluster:
         for kind in h.ALL:
             await cluster.add(kind, "0")
         prefill = cluster.workers[0]
-        original = DecodeWorker._arrived
+        original = HandoffReceiver._arrived
         seen: list[int] = []
 
-        def die_after_four(self: DecodeWorker, arrival: Arrival) -> None:
+        def die_after_four(self: HandoffReceiver, peer: Peer, arrival: Arrival) -> None:
             seen.append(arrival.message.seq)
             if len(seen) == 4:
                 prefill.soon(lambda: asyncio.ensure_future(cluster.kill(prefill)))
                 time.sleep(0.05)
-            original(self, arrival)
+            original(self, peer, arrival)
 
-        monkeypatch.setattr(DecodeWorker, "_arrived", die_after_four)
+        monkeypatch.setattr(HandoffReceiver, "_arrived", die_after_four)
 
         tokens, report = await cluster.run(h.request("r", PROMPT, NUM, **HOW))
 
@@ -276,3 +281,31 @@ def _refused(worker: DecodeWorker) -> dict[str, float]:
             if sample.name.endswith("_total"):
                 found[sample.labels["reason"]] = sample.value
     return found
+
+
+@pytest.mark.parametrize("sizes", [(500,), (40, 900, 300)], ids=["equal", "mixed"])
+async def test_full_pools_on_both_sides_drain(models: Path, sizes: tuple[int, ...]) -> None:
+    """Two prefill and two decode workers with room for two prompts each, twenty streams at once: all end, none is wrong.
+
+    Reservations are refused and asked for again; nobody waits for a block that somebody holds who waits for them.
+    """
+    small = [f"{role}.kv_memory_mb=1" for role in ("prefill", "decode")]
+    settings = [*small, "prefill.token_budget=128", "decode.token_budget=128", "speculation.enabled=false"]
+    asked = [h.request(f"r{i}", h.prompt(sizes[i % len(sizes)], seed=i), 60) for i in range(20)]
+    async with h.cluster(models, *settings) as cluster:
+        for name in "ab":
+            await cluster.add(PrefillWorker, name)
+            await cluster.add(DecodeWorker, name)
+        decodes = [worker for worker in cluster.workers if isinstance(worker, DecodeWorker)]
+        assert all(sum(worker.blocks()) * 16 < 1500 for worker in cluster.workers)
+        async with asyncio.timeout(60):
+            outcomes = await asyncio.gather(*(cluster.run(one) for one in asked))
+
+        refused = [_refused(worker).get("no_blocks", 0) for worker in decodes]
+        sources = [source for _, report in outcomes for source in report.kv_sources]
+        alone = Engine(decodes[0]._engine.runner, token_budget=128, max_streams=1, prefix_cache=False)
+
+    assert [tokens for tokens, _ in outcomes] == [alone.run([one])[one.id] for one in asked]
+    assert all(refused), "the pools were never full"
+    assert sources.count("link") >= len(asked) // 2, sources
+    assert all(report.num_recoveries == 0 for _, report in outcomes)

@@ -141,9 +141,11 @@ class Watched(Controller):
 
     num_choices = 0
 
-    def choose(self, trees: Sequence[Tree | None], num_others: int = 0) -> list[Tree | None]:
+    def choose(
+        self, trees: Sequence[Tree | None], num_others: int = 0, believed: Sequence[bool] = ()
+    ) -> list[Tree | None]:
         self.num_choices += 1
-        return super().choose(trees, num_others)
+        return super().choose(trees, num_others, believed)
 
 
 @pytest.fixture

@@ -1,13 +1,15 @@
 """KVCache -> rows come back from where they were put, and a digest that nothing else shares."""
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
+from paceline.cluster.types import KVReady
 from paceline.workers.kv_cache import KVCache, digest
 
 LAYERS, GROUPS, DIM, BLOCKS, BLOCK = 3, 2, 5, 11, 4
-KEY = b"link secret"
+KEY = bytes(range(32))
 
 
 @pytest.fixture
@@ -105,50 +107,82 @@ def test_the_layout_says_what_both_ends_must_agree_on(cache: KVCache) -> None:
     assert KVCache.bytes_per_token(LAYERS, GROUPS, DIM) == 2 * LAYERS * GROUPS * DIM * 4
 
 
+PLACE = KVReady("r", 1, "kv/1", 2, 1, 0, GROUPS, 3, 2)
+"""One layer of two tokens, all heads."""
+
+
 def test_a_digest_changes_with_every_bit(cache: KVCache) -> None:
     """Each of the bits of a message, flipped alone, gives another digest."""
-    rows = cache.gather(0, torch.arange(2))
-    right = digest(KEY, "r", 0, 0, 0, rows)
+    rows = cache.pack(PLACE, torch.arange(2))
+    right = digest(KEY, PLACE, rows)
     seen = {right}
     flat = rows.view(torch.uint8).view(-1)
     for byte in range(len(flat)):
         for bit in range(8):
             flat[byte] ^= 1 << bit
-            seen.add(digest(KEY, "r", 0, 0, 0, rows))
+            seen.add(digest(KEY, PLACE, rows))
             flat[byte] ^= 1 << bit
 
     assert len(seen) == 1 + 8 * len(flat)
-    assert digest(KEY, "r", 0, 0, 0, rows) == right
+    assert digest(KEY, PLACE, rows) == right
 
 
 def test_a_digest_belongs_to_one_place() -> None:
-    """Intact bytes for another key, request, epoch, layer, range, shape or type are refused."""
+    """Intact bytes for another key, request, epoch, link, layer, head, range, shape or type are refused."""
     rows = torch.zeros(2, 3, GROUPS, 8)
+
+    def moved(**changes: object) -> KVReady:
+        return msgspec.structs.replace(PLACE, **changes)
+
     places = [
-        (KEY, "r", 1, 2, 3, rows),
-        (b"other", "r", 1, 2, 3, rows),
-        (KEY, "s", 1, 2, 3, rows),
-        (KEY, "r", 2, 2, 3, rows),
-        (KEY, "r", 1, 3, 3, rows),
-        (KEY, "r", 1, 2, 4, rows),
-        (KEY, "r", 1, 2, 3, rows.view(2, 3, 8, GROUPS)),
-        (KEY, "r", 1, 2, 3, rows.view(torch.int32)),
-        (KEY, "r\x001", 2, 3, 3, rows),
-        (KEY, "r1", 1, 2, 3, rows),
-        (KEY, "r", 11, 2, 3, rows),
-        (KEY, "r", 1, 12, 3, rows),
-        (KEY, "r", 1, 2, 3, rows[:, :2]),
+        (KEY, PLACE, rows),
+        (bytes(32), PLACE, rows),
+        (KEY, moved(request_id="s"), rows),
+        (KEY, moved(request_id="r\x001"), rows),
+        (KEY, moved(epoch=2), rows),
+        (KEY, moved(link_key="kv/2"), rows),
+        (KEY, moved(layer=1), rows),
+        (KEY, moved(num_layers=2), rows),
+        (KEY, moved(head_start=1), rows),
+        (KEY, moved(num_heads=1), rows),
+        (KEY, moved(start=2), rows),
+        (KEY, moved(num_tokens=3), rows),
+        (KEY, PLACE, rows.view(2, 3, 8, GROUPS)),
+        (KEY, PLACE, rows.view(torch.int32)),
+        (KEY, PLACE, rows[:, :2]),
     ]
     digests = [digest(*place) for place in places]
 
     assert len(set(digests)) == len(places)
     assert all(len(made) == 16 for made in digests)
+    assert digest(KEY, moved(seq=9, digest=bytes(16)), rows) == digests[0]
 
 
 def test_a_digest_does_not_depend_on_strides() -> None:
-    """The receiver digests a view of its pool, the sender a contiguous copy: same rows, same digest."""
+    """A view and its contiguous copy: same rows, same digest."""
     wide = torch.randn(2, 6, GROUPS, DIM)
     view = wide[:, 1:4]
 
     assert not view.is_contiguous()
-    assert digest(KEY, "r", 0, 0, 0, view) == digest(KEY, "r", 0, 0, 0, view.contiguous())
+    assert digest(KEY, PLACE, view) == digest(KEY, PLACE, view.contiguous())
+
+
+@pytest.mark.parametrize(
+    ("layers", "heads"),
+    [((0, LAYERS), (0, GROUPS)), ((1, 1), (0, 1)), ((1, 2), (1, 1)), ((2, 1), (0, GROUPS))],
+)
+def test_a_part_goes_where_it_was_announced(
+    layers: tuple[int, int], heads: tuple[int, int], cache: KVCache
+) -> None:
+    """Some layers and heads, from slots to other slots: the same rows, and nothing else changes."""
+    message = KVReady("r", 1, "kv/1", *layers, *heads, 0, 3)
+    source, destination = torch.tensor([3, 9, 4]), torch.tensor([0, 11, 30])
+    before = everything(cache)
+    rows = cache.pack(message, source)
+    cache.unpack(message, destination, rows)
+    expected = before.clone()
+    layer, head = slice(layers[0], sum(layers)), slice(heads[0], sum(heads))
+    expected[layer, :, destination, head] = before[layer, :, source, head]
+
+    assert rows.is_contiguous() and rows.shape == (layers[1], 2, heads[1], 3, DIM)
+    assert torch.equal(everything(cache), expected)

@@ -95,16 +95,16 @@ def test_cached_noise_is_computed_noise_bit_for_bit() -> None:
     """Any order of positions and streams, across blocks of positions, with seeds of all 64 bits."""
     generator = np.random.default_rng(0)
     num = 200
-    rows = SamplingRows(
-        temperature=torch.ones(num),
-        top_k=torch.zeros(num, dtype=torch.int64),
-        top_p=torch.ones(num),
-        min_p=torch.zeros(num),
-        seeds=torch.from_numpy(generator.choice([3, -5, 2**62], num)),
-        choices=torch.from_numpy(generator.integers(0, 2, num)),
-        prompts=torch.from_numpy(generator.integers(0, 2, num)),
-        positions=torch.from_numpy(generator.integers(0, 100, num)),
-    )
+    samplings = [
+        Sampling(int(seed), choice=int(choice), prompt_index=int(prompt))
+        for seed, choice, prompt in zip(
+            generator.choice(np.asarray([3, 2**64 - 5, 2**62], np.uint64), num),
+            generator.integers(0, 2, num),
+            generator.integers(0, 2, num),
+            strict=True,
+        )
+    ]
+    rows = SamplingRows(samplings, generator.integers(0, 100, num).tolist())
     cache = CachedNoise(max_bytes=40 * 16 * 211 * 4, span=16)
 
     assert torch.equal(cache.rows(rows, 211), DirectNoise().rows(rows, 211))

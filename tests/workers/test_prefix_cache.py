@@ -315,10 +315,14 @@ async def test_a_prefill_worker_sends_what_it_found_like_what_it_computed(models
     prompt = h.prompt(150, seed=3)
     asked = [h.request(f"r{i}", (*prompt, 9 + i), 12) for i in range(3)]
     config = [f"kv.prefix_cache={setting}", "prefill.token_budget=64", "speculation.enabled=false"]
+    config.append("kv.min_remote_tokens=1")
     async with h.cluster(models, *config) as cluster:
         prefill = await cluster.add(PrefillWorker, "0")
-        await cluster.add(DecodeWorker, "0")
-        outcomes = [await cluster.run(one) for one in asked]
+        decode = await cluster.add(DecodeWorker, "0")
+        outcomes = []
+        for one in asked:
+            decode.post(decode._engine.pool.forget_all)  # what it still holds would not be sent at all
+            outcomes.append(await cluster.run(one))
         found = hits(prefill._engine)
 
     alone = Engine(prefill._engine.runner, token_budget=256, max_streams=1, prefix_cache=False)

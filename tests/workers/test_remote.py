@@ -65,10 +65,19 @@ def test_a_timely_answer_is_a_tree_behind_the_last_token(ready: tuple[RemoteDraf
     assert drafter.version(stream) == "v1"
 
 
+def outcome(drafter: RemoteDrafter, name: str) -> float:
+    """How many replies fared so."""
+    value: float = drafter._metrics.draft_replies.labels(name)._value.get()
+    return value
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
         {"base_len": 2},
+        {"base_len": 0},
+        {"base_len": -1},
+        {"base_len": 2**40},
         {"prefix_hash": 1},
         {"tokens": (7, 100)},
         {"parents": (-1, 1)},
@@ -129,3 +138,135 @@ def test_answers_for_streams_that_ended_are_not_kept(ready: tuple[RemoteDrafter,
 
     assert len(drafter._mailbox) + len(drafter._unknown) <= 2
     assert all(len(source.asked_at) <= 64 for source in drafter._sources.values())
+
+
+OTHER = msgspec.structs.replace(WORKER, worker_id="draft-1", incarnation=6)
+
+
+@pytest.mark.parametrize(
+    ("committed", "expected"),
+    [
+        ([7], [7, 8]),
+        ([7, 8], None),
+        ([9], [9]),
+        ([8], None),
+    ],
+)
+def test_a_late_answer_that_foretold_what_was_committed_is_the_next_draft(
+    ready: tuple[RemoteDrafter, Wire, Stream], committed: list[int], expected: list[int] | None
+) -> None:
+    """Its rest stands behind the new end; one that foretold something else, or no more than that, is dropped."""
+    drafter, _, stream = ready
+    late = answer(stream, tokens=(7, 8, 9), parents=(-1, 0, -1), scores=(0.5, 0.25, 0.5))
+    assert drafter.propose([stream]) == [None]
+    stream.append(committed)
+    drafter.observe([stream])
+    drafter.deliver(5, late)
+    (tree,) = drafter.propose([stream])
+
+    if expected is None or len(expected) == 1:
+        assert tree is None and outcome(drafter, "late") == 2
+    else:
+        assert tree is not None and tree.tokens.tolist() == expected
+        assert tree.scores.tolist() == [1.0, 0.25]
+        assert outcome(drafter, "rerooted") == 1 and outcome(drafter, "late") == 1
+
+
+def test_late_answers_are_a_share_of_what_was_asked(ready: tuple[RemoteDrafter, Wire, Stream]) -> None:
+    """Each asked stream of each step is counted once, by what came; a stream without a draft worker is not asked."""
+    drafter, _, stream = ready
+    stranger = Stream(Request("s", (1,), Sampling(0), 5), 0, np.zeros(9, np.int32), 1, 1, 1)
+    for step in range(1, 11):
+        if step % 2:
+            drafter.deliver(5, msgspec.structs.replace(answer(stream), step=step))
+        drafter.propose([stream, stranger])
+        stream.append([4])
+        drafter.observe([stream])
+
+    assert (outcome(drafter, "used"), outcome(drafter, "late"), outcome(drafter, "unasked")) == (5, 5, 10)
+
+
+def test_streams_of_a_lost_draft_worker_go_to_another_at_once(
+    ready: tuple[RemoteDrafter, Wire, Stream],
+) -> None:
+    """Opened there with all their tokens, in time for the very next step; without another they just go on."""
+    drafter, wire, stream = ready
+    drafter.reroute([stream], [WORKER, OTHER])
+    assert len(wire.sent) == 1  # a stream that has a draft worker stays there
+    stream.append([4])
+    drafter.lost(5)
+    elsewhere = Wire()
+    drafter.connected(OTHER, elsewhere)  # type: ignore[arg-type]
+
+    (ask,) = elsewhere.sent
+    assert ask.opens[0].token_ids == (1, 2, 3, 4)
+    drafter.deliver(6, answer(stream))
+    (tree,) = drafter.propose([stream])
+    assert tree is not None
+
+    drafter.lost(6)
+    assert drafter.propose([stream]) == [None]
+    drafter.reroute([stream], [msgspec.structs.replace(WORKER, incarnation=7)])
+    back = Wire()
+    drafter.connected(msgspec.structs.replace(WORKER, incarnation=7), back)  # type: ignore[arg-type]
+    assert len(back.sent[0].opens) == 1
+
+
+def test_streams_of_a_draft_worker_that_leaves_are_handed_over(
+    ready: tuple[RemoteDrafter, Wire, Stream],
+) -> None:
+    """It is told to forget them, so that it can end; while there is no other they stay. A gap in the directory (the
+    router began anew) moves nobody."""
+    drafter, wire, stream = ready
+    leaving = msgspec.structs.replace(WORKER, state="draining")
+    for workers in ([leaving], [], [OTHER]):
+        drafter.reroute([stream], workers)
+        drafter.deliver(5, answer(stream))
+        assert len(wire.sent) == 1 and drafter.propose([stream]) != [None]
+
+    drafter.reroute([stream], [leaving, OTHER])
+    elsewhere = Wire()
+    drafter.connected(OTHER, elsewhere)  # type: ignore[arg-type]
+
+    assert wire.sent[-1].closes == (stream.key,) and not wire.sent[-1].advances
+    assert [opened.request_id for opened in elsewhere.sent[0].opens] == [stream.key]
+    drafter.close(stream)
+    assert elsewhere.sent[-1].closes == (stream.key,) and len(wire.sent) == 2
+
+
+def test_one_hung_draft_worker_holds_up_no_stream_of_another() -> None:
+    """The first step waits for the worker that hangs; after that it is asked and not waited for."""
+    drafter = RemoteDrafter(SpeculationConfig(max_wait_ms=300), Metrics(), 100, lambda worker: None)
+    wires = {5: Wire(), 6: Wire()}
+    streams = [
+        Stream(Request(name, (1, 2), Sampling(0), 50), 0, np.zeros(60, np.int32), 2, 2, 1) for name in "gh"
+    ]
+    for stream, worker in zip(streams, (WORKER, OTHER), strict=True):
+        stream.buffer[:2] = (1, 2)
+        drafter.route(stream.key, worker)
+        drafter.open(stream)
+        drafter.connected(worker, wires[worker.incarnation])  # type: ignore[arg-type]
+    for _ in range(20):
+        drafter.deliver(5, answer(streams[0]))
+        assert [tree is not None for tree in drafter.propose(streams)] == [True, False]
+        for stream in streams:
+            stream.append([4])
+        drafter.observe(streams)
+
+    assert drafter._metrics.draft_wait_seconds._sum.get() < 4 * 0.3
+    assert [len(wire.sent) for wire in wires.values()] == [21, 21]
+
+
+def test_a_draft_worker_that_does_not_know_a_stream_is_not_waited_for(
+    ready: tuple[RemoteDrafter, Wire, Stream],
+) -> None:
+    """It has answered; the stream is told it anew with the next step, and it stays in favour."""
+    drafter, wire, stream = ready
+    drafter.deliver(5, Drafts(1, "v1", (), (stream.key,)))
+    assert drafter.propose([stream]) == [None]
+    stream.append([4])
+    drafter.observe([stream])
+
+    assert outcome(drafter, "unknown") == 1
+    assert wire.sent[-1].opens[0].token_ids == (1, 2, 3, 4)
+    assert drafter._streams[stream.key].source.patience.wait_s() > 0

@@ -193,7 +193,7 @@ def test_siblings_share_their_noise() -> None:
 
     assert torch.equal(scores[1], scores[2])
     assert not torch.equal(scores[0], scores[1]) and not torch.equal(scores[0], scores[3])
-    assert rows.seeds.tolist() == [5, 5, 5, 6, 6]
+    assert [seed for seed, *_ in rows.keys] == [5, 5, 5, 6, 6]
 
 
 def test_seeds_use_all_64_bits() -> None:

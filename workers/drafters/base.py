@@ -36,6 +36,8 @@ class Drafter:
     name: str
     source: int = SOURCE_DRAFT
     """SOURCE_* of its nodes."""
+    is_free: bool = False
+    """It takes microseconds: it is asked as soon as a step is done, and others only where it found too little."""
 
     @property
     def weights(self) -> str:

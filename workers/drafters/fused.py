@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from paceline.cluster.controller import Controller
 from paceline.cluster.metrics import Metrics
 from paceline.cluster.scheduler import Stream
 from paceline.cluster.speculation import Tree, fuse
-from paceline.cluster.types import SOURCE_NAMES
 from paceline.workers.drafters.base import Drafter, Outcome
 
 
@@ -37,10 +37,17 @@ class FusedDrafter(Drafter):
         self._drafted = {drafter.name: metrics.drafted.labels(drafter.name) for drafter in drafters}
         self._seconds = {drafter.name: metrics.draft_seconds.labels(drafter.name) for drafter in drafters}
         self._weights = {drafter.name: drafter.weights for drafter in drafters}
-        self._asked = {drafter.name for drafter in drafters}
-        self._waited: dict[str, float] = {}
+        self._found: dict[str, _Found] = {}
+        """By stream: what was proposed for its next step."""
+        self._asked: dict[str, set[str] | None] = {drafter.name: None for drafter in drafters}
+        """Drafters to wait for in the next step, and the streams they were told of; None means all."""
+        self._spent: dict[str, float] = {}
+        """Seconds that each drafter asked for this step has taken."""
+        self._trust: dict[str, _Trust] = {drafter.name: _Trust() for drafter in drafters if drafter.is_free}
+        self._decided: set[str] = set()
+        """Streams for which was decided whom to ask for the next step."""
         self._num_drafting = 0
-        """Streams that were asked for in this step."""
+        """Streams of this step that want drafts."""
         self._num_others = 0
         """Streams of the last step that wanted no drafts; the next will have about as many."""
 
@@ -49,21 +56,42 @@ class FusedDrafter(Drafter):
             drafter.open(stream)
 
     def close(self, stream: Stream) -> None:
+        self._found.pop(stream.key, None)
+        if self._controller is not None:
+            self._controller.close(stream.key)
         for drafter in self._drafters:
             drafter.close(stream)
 
     def version(self, stream: Stream) -> str:
         return next((v for d in self._drafters if (v := d.version(stream))), "")
 
+    # -- between two steps -------------------------------------------------------------------------------
+
     def observe(self, streams: Sequence[Stream]) -> None:
         """Decide who drafts for the next step; only they are told what is new (the others catch up later)."""
-        if self._controller is not None:
-            self._notice(self._controller)
-            controller, num, others = self._controller, len(streams), self._num_others
-            self._asked = {d.name for d in self._drafters if controller.should_ask(d.name, num, others)}
-        for drafter in self._drafters:
-            if drafter.name in self._asked:
+        self._spent, self._found = {}, {}
+        if self._controller is None:
+            for drafter in self._drafters:
                 drafter.observe(streams)
+            return
+        self._notice(self._controller)
+        self._asked = {}
+        self._decided = {stream.key for stream in streams}
+        found = [0.0] * len(streams)
+        for drafter in sorted(self._drafters, key=lambda drafter: not drafter.is_free):
+            keys = [stream.key for stream in streams]
+            asked = self._controller.ask_for(
+                drafter.name, keys, found, self._num_others, is_free=drafter.is_free
+            )
+            wanted = [streams[index] for index in asked]
+            if not wanted:
+                continue
+            self._asked[drafter.name] = {stream.key for stream in wanted}
+            if drafter.is_free:
+                self._ask(drafter, wanted)
+                found = [self._expected(stream) for stream in streams]
+            else:
+                drafter.observe(wanted)
 
     def _notice(self, controller: Controller) -> None:
         """Drafters whose weights changed begin anew: a better draft is not kept waiting for the old one's sake."""
@@ -72,51 +100,130 @@ class FusedDrafter(Drafter):
                 self._weights[drafter.name] = weights
                 controller.reset(drafter.name, drafter.source)
 
-    def propose(self, streams: Sequence[Stream]) -> list[Tree | None]:
-        self._waited = {}
-        self._num_drafting = len(streams)
-        if not self._asked:
-            return [None] * len(streams)
-        found: list[list[Tree]] = [[] for _ in streams]
-        for drafter in self._drafters:
-            if drafter.name in self._asked:
-                self._ask(drafter, streams, found)
-        fused = [fuse(trees) if trees else None for trees in found]
-        return fused if self._controller is None else self._controller.choose(fused, self._num_others)
+    def _expected(self, stream: Stream) -> float:
+        """Tokens that the next step will accept by what is found so far."""
+        found = self._found.get(stream.key)
+        if found is None or found.num_tokens != stream.num_tokens:
+            return 0.0
+        return max(
+            (self._trust[name].share * _chances(tree) for name, tree in found.trees.items()), default=0.0
+        )
 
-    def _ask(self, drafter: Drafter, streams: Sequence[Stream], found: list[list[Tree]]) -> None:
-        """Add one drafter's trees to those of each stream."""
+    # -- a step ------------------------------------------------------------------------------------------
+
+    def propose(self, streams: Sequence[Stream]) -> list[Tree | None]:
+        self._num_drafting = len(streams)
+        for drafter in self._drafters:
+            if drafter.name not in self._asked:
+                continue
+            told = self._asked[drafter.name]
+            wanted = [s for s in streams if told is None or s.key in told or s.key not in self._decided]
+            self._ask(drafter, [s for s in wanted if not self._has_asked(drafter, s)])
+        trees = [self._trees(stream) for stream in streams]
+        fused = [fuse(list(found.values())) if found else None for found in trees]
+        if self._controller is None or not any(trees):
+            return fused
+        began = self._clock()
+        believed = [self._controller.is_trial(stream.key) for stream in streams]
+        chosen = self._controller.choose(fused, self._num_others, believed)
+        self._spend_on_all(self._clock() - began)
+        return chosen
+
+    def _ask(self, drafter: Drafter, streams: Sequence[Stream]) -> None:
+        """Keep a drafter's trees for these streams."""
+        if not streams:
+            return
         began = self._clock()
         num_drafted = 0
-        for index, tree in enumerate(drafter.propose(streams)):
+        for stream, tree in zip(streams, drafter.propose(streams), strict=True):
+            found = self._found.get(stream.key)
+            if found is None or found.num_tokens != stream.num_tokens:
+                found = self._found[stream.key] = _Found(stream.num_tokens)
+            found.asked.add(drafter.name)
             if tree is not None and len(tree) > 1:
-                found[index].append(tree)
+                found.trees[drafter.name] = tree
                 num_drafted += tree.num_drafted
-        self._waited[drafter.name] = seconds = self._clock() - began
+        seconds = self._clock() - began
+        self._spent[drafter.name] = self._spent.get(drafter.name, 0.0) + seconds
         self._seconds[drafter.name].inc(seconds)
         if num_drafted:
             self._drafted[drafter.name].inc(num_drafted)
 
+    def _has_asked(self, drafter: Drafter, stream: Stream) -> bool:
+        found = self._found.get(stream.key)
+        return found is not None and found.num_tokens == stream.num_tokens and drafter.name in found.asked
+
+    def _trees(self, stream: Stream) -> dict[str, Tree]:
+        found = self._found.get(stream.key)
+        return found.trees if found is not None and found.num_tokens == stream.num_tokens else {}
+
+    def _spend_on_all(self, seconds: float) -> None:
+        """Time for which there is no reason but that somebody was asked: each of them must be worth it.
+
+        Not free ones, which decide by themselves what they look for.
+        """
+        for name in self._spent:
+            if name not in self._trust:
+                self._spent[name] += seconds
+
+    # -- what came of it ---------------------------------------------------------------------------------
+
     def learn(self, outcomes: Sequence[Outcome], num_rows: int, seconds: float) -> None:
-        if self._controller is None or not outcomes:
+        controller = self._controller
+        if controller is None or not outcomes:
             return
-        self._controller.cost.observe(num_rows, seconds)
-        num_drafting, self._num_drafting = self._num_drafting, 0
-        self._num_others = len(outcomes) - num_drafting
-        if not self._waited:
+        controller.cost.observe(num_rows, seconds)
+        self._num_others = len(outcomes) - self._num_drafting
+        self._num_drafting = 0
+        if not self._spent:
             return
-        gained = [0] * len(SOURCE_NAMES)
-        trees: list[Tree] = []
-        paths: list[tuple[int, ...]] = []
+        began = self._clock()
+        verified = [(outcome.tree, outcome.path) for outcome in outcomes if outcome.tree is not None]
+        controller.verified([tree for tree, _ in verified], [path for _, path in verified])
+        gained: dict[str, dict[str, float]] = {name: {} for name in self._spent}
         for outcome in outcomes:
-            if outcome.tree is not None:
-                trees.append(outcome.tree)
-                paths.append(outcome.path)
-                for node in outcome.path:
-                    gained[outcome.tree.sources[node]] += 1
-        self._controller.verified(trees, paths)
-        for drafter in self._drafters:
-            if drafter.name in self._waited:
-                waited, share = self._waited[drafter.name], float(gained[drafter.source])
-                self._controller.asked(drafter.name, waited, share, num_drafting, self._num_others)
-        self._waited = {}
+            found = self._found.get(outcome.stream.key)
+            if found is None:
+                continue
+            accepted = [] if outcome.tree is None else outcome.tree.tokens[list(outcome.path)].tolist()
+            for name in found.asked & gained.keys():
+                tree = found.trees.get(name)
+                covered = 0 if tree is None else tree.common(accepted)
+                gained[name][outcome.stream.key] = covered
+                if tree is not None and name in self._trust:
+                    self._trust[name].learn(_chances(tree), covered)
+        self._spend_on_all(self._clock() - began)
+        for name, spent in self._spent.items():
+            controller.asked(name, spent, gained[name])
+        self._spent = {}
+
+
+@dataclass(slots=True)
+class _Found:
+    """What was proposed for the step behind a stream's first `num_tokens` tokens, and by whom; `asked` may be silent."""
+
+    num_tokens: int
+    trees: dict[str, Tree] = field(default_factory=dict)
+    asked: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Trust:
+    """How much of what a free source's scores promise comes true; half, until it is known."""
+
+    promised: float = 8.0
+    kept: float = 4.0
+
+    @property
+    def share(self) -> float:
+        return self.kept / self.promised
+
+    def learn(self, promised: float, kept: float) -> None:
+        """The last few dozen drafts count."""
+        self.promised += promised - 0.03 * (self.promised - 8.0)
+        self.kept += kept - 0.03 * (self.kept - 4.0)
+
+
+def _chances(tree: Tree) -> float:
+    """Accepted tokens that a tree's own scores promise."""
+    return float(tree.path_products()[1:].sum())

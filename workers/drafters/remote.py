@@ -1,6 +1,8 @@
-"""Committed tokens -> a draft worker -> draft trees in a mailbox, taken if they are there in time.
+"""Committed tokens -> draft workers -> draft trees in a mailbox, taken if they are there in time.
 
-Nothing here can fail a step: an answer that is late, stale, malformed or missing is the same as no draft.
+Nothing here can fail a step: an answer that is late, stale, malformed or missing is the same as no draft. One that is
+late is of use all the same if it foretold what was committed meanwhile: then its rest is the next step's draft.
+A stream stays with its draft worker; when that is lost or leaves, it is opened with another one at once.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from dataclasses import dataclass, field
 
 from paceline.cluster.config import SpeculationConfig
 from paceline.cluster.metrics import Metrics
+from paceline.cluster.router import sticky
 from paceline.cluster.scheduler import Stream
-from paceline.cluster.speculation import DraftPatience, Tree, is_tree, prefix_hash
+from paceline.cluster.speculation import DraftPatience, Tree, is_tree, prefix_hash, reroot
 from paceline.cluster.types import DraftAdvance, DraftAsk, DraftOpen, Drafts, DraftTree, Message, WorkerInfo
 from paceline.cluster.wire import Peer
 from paceline.workers.drafters.base import Context, Drafter, register
@@ -32,7 +35,6 @@ class _Source:
     worker: WorkerInfo
     patience: DraftPatience
     peer: Peer | None = None
-    version: str = ""
     step: int = 0
     asked_at: dict[int, float] = field(default_factory=dict)
 
@@ -41,6 +43,7 @@ class _Source:
 class _Drafting:
     """One stream at its draft worker."""
 
+    stream: Stream
     source: _Source
     sent_len: int = 0
     """Tokens the draft worker was told of; 0 means it must be told all of them."""
@@ -68,9 +71,12 @@ class RemoteDrafter(Drafter):
         self._sources: dict[int, _Source] = {}
         self._routes: dict[str, WorkerInfo] = {}
         self._streams: dict[str, _Drafting] = {}
-        self._mailbox: dict[str, DraftTree] = {}
+        self._ready: list[WorkerInfo] = []
+        """Draft workers that take streams, by the last directory."""
+        self._mailbox: dict[str, tuple[DraftTree, str]] = {}
+        """Each stream's last reply, and the version of the weights that drafted it."""
         self._unknown: set[str] = set()
-        self._arrived: dict[int, list[tuple[int, float, str]]] = {}
+        self._arrived: dict[int, list[tuple[int, float]]] = {}
         self._changed = threading.Condition()
         self._weights = ""
 
@@ -85,29 +91,43 @@ class RemoteDrafter(Drafter):
         self._routes.pop(key, None)
 
     def connected(self, worker: WorkerInfo, peer: Peer) -> None:
-        """The connection asked for by `connect` is up."""
+        """The connection asked for by `connect` is up: streams that wait for it are opened."""
         source = self._sources.get(worker.incarnation)
         if source is not None:
             source.peer = peer
+            self.observe(self._streams_of(source))
 
     def lost(self, incarnation: int) -> None:
-        """A draft worker is gone: its streams go on without drafts."""
+        """A draft worker is gone: its streams go to others, or on without drafts."""
         source = self._sources.pop(incarnation, None)
+        self._ready = [worker for worker in self._ready if worker.incarnation != incarnation]
         if source is not None:
             source.peer = None
-            self._streams = {k: d for k, d in self._streams.items() if d.source is not source}
+            self._move(self._streams_of(source))
 
     def reroute(self, streams: Iterable[Stream], workers: Sequence[WorkerInfo]) -> None:
-        """These draft now: give streams without a draft worker one of them."""
-        if workers:  # none for a moment is no new draft
-            self._weights = ",".join(sorted({worker.version for worker in workers}))
-        for index, stream in enumerate(
-            s for s in streams if s.request.speculate and s.key not in self._streams
-        ):
-            if not workers:
-                return
-            self.route(stream.key, workers[index % len(workers)])
-            self.open(stream)
+        """The directory's draft workers, ready or not: give streams without one, or with one that leaves, another."""
+        self._ready = [worker for worker in workers if worker.state == "ready"]
+        if self._ready:  # none for a moment is no new draft
+            self._weights = ",".join(sorted({worker.version for worker in self._ready}))
+        leaving = {worker.incarnation for worker in workers if worker.state == "draining"}
+        for incarnation in leaving & self._sources.keys() if self._ready else ():
+            self._move(self._streams_of(self._sources[incarnation]))
+        self._move([s for s in streams if s.request.speculate and s.key not in self._streams])
+
+    def _streams_of(self, source: _Source) -> list[Stream]:
+        return [drafting.stream for drafting in self._streams.values() if drafting.source is source]
+
+    def _move(self, streams: Sequence[Stream]) -> None:
+        """Open these streams with the draft workers that are theirs now, all of their tokens told anew."""
+        for stream in streams:
+            drafting = self._streams.pop(stream.key, None)
+            if drafting is not None and drafting.sent_len:
+                self._send(drafting.source, (), (), (stream.key,))
+            worker = sticky(stream.request.id, self._ready)
+            if worker is not None:
+                self.route(stream.key, worker)
+                self.open(stream)
 
     # -- Drafter -----------------------------------------------------------------------------------------
 
@@ -124,7 +144,7 @@ class RemoteDrafter(Drafter):
             source = _Source(worker, DraftPatience(self._config.max_wait_ms / 1000))
             self._sources[worker.incarnation] = source
             self._connect(worker)
-        self._streams[stream.key] = _Drafting(source)
+        self._streams[stream.key] = _Drafting(stream, source)
         self.observe([stream])
 
     def observe(self, streams: Sequence[Stream]) -> None:
@@ -195,16 +215,19 @@ class RemoteDrafter(Drafter):
 
     def propose(self, streams: Sequence[Stream]) -> list[Tree | None]:
         asked = {s.key: s for s in streams if self._is_asked(s)}
+        began = time.monotonic()
         sources = {id(d.source): d.source for d in (self._streams[key] for key in asked)}
         waits = {name: source.patience.wait_s() for name, source in sources.items()}
-        began = time.monotonic()
-        deadline = began + max(waits.values(), default=0.0)
+        until = {key: began + waits[id(self._streams[key].source)] for key in asked}
         with self._changed:
-            while asked and not all(self._is_fresh(s) for s in asked.values()):
-                left = deadline - time.monotonic()
+            # Each stream waits for its own draft worker: one that hangs holds up nobody who drafts elsewhere.
+            while waited := [until[key] for key, stream in asked.items() if not self._is_answered(stream)]:
+                left = max(waited) - time.monotonic()
                 if left <= 0 or not self._changed.wait(left):
                     break
-            found = {key: self._mailbox.pop(key) for key in asked if key in self._mailbox}
+            unanswered = {key for key, stream in asked.items() if not self._is_answered(stream)}
+            unknown = self._unknown & asked.keys()
+            found = {s.key: self._mailbox.pop(s.key) for s in streams if s.key in self._mailbox}
             arrived, self._arrived = self._arrived, {}
             if len(self._mailbox) + len(self._unknown) > 2 * len(self._streams):
                 self._mailbox = {k: v for k, v in self._mailbox.items() if k in self._streams}
@@ -213,12 +236,19 @@ class RemoteDrafter(Drafter):
             self._metrics.draft_wait_seconds.observe(time.monotonic() - began)
         self._note_answers(arrived)
         for name, source in sources.items():
-            members = [s for key, s in asked.items() if self._streams[key].source is source]
-            if waits[name] > 0 and not any(
-                s.key in found and found[s.key].base_len == s.num_tokens for s in members
-            ):
+            members = {key for key in asked if self._streams[key].source is source}
+            if waits[name] > 0 and members <= unanswered:
                 source.patience.missed()
-        return [self._tree(stream, found.get(stream.key)) for stream in streams]
+        trees: list[Tree | None] = []
+        for stream in streams:
+            tree, outcome = self._tree(stream, found.get(stream.key))
+            if tree is None and stream.key not in asked:
+                outcome = "unasked"
+            elif tree is None and stream.key in unknown:
+                outcome = "unknown"
+            self._metrics.draft_replies.labels(outcome).inc()
+            trees.append(tree)
+        return trees
 
     def close(self, stream: Stream) -> None:
         self._routes.pop(stream.key, None)
@@ -239,9 +269,12 @@ class RemoteDrafter(Drafter):
         """A reply arrived (event loop's thread)."""
         with self._changed:
             # Streams that ended with their draft on the way are nobody's any more.
-            self._mailbox.update({t.request_id: t for t in reply.trees if t.request_id in self._streams})
+            for tree in reply.trees:
+                if tree.request_id in self._streams:
+                    self._mailbox[tree.request_id] = tree, reply.version
+                    self._unknown.discard(tree.request_id)
             self._unknown.update(key for key in reply.unknown if key in self._streams)
-            self._arrived.setdefault(incarnation, []).append((reply.step, time.monotonic(), reply.version))
+            self._arrived.setdefault(incarnation, []).append((reply.step, time.monotonic()))
             self._changed.notify()
 
     def _is_asked(self, stream: Stream) -> bool:
@@ -252,45 +285,49 @@ class RemoteDrafter(Drafter):
             and drafting.sent_len == stream.num_tokens
         )
 
-    def _is_fresh(self, stream: Stream) -> bool:
-        tree = self._mailbox.get(stream.key)
-        return tree is not None and tree.base_len == stream.num_tokens
+    def _is_answered(self, stream: Stream) -> bool:
+        """Whether waiting any longer would bring nothing."""
+        reply = self._mailbox.get(stream.key)
+        return stream.key in self._unknown or (reply is not None and reply[0].base_len == stream.num_tokens)
 
-    def _note_answers(self, arrived: dict[int, list[tuple[int, float, str]]]) -> None:
-        """Round trips and versions of the replies that came."""
+    def _note_answers(self, arrived: dict[int, list[tuple[int, float]]]) -> None:
+        """Round trips of the replies that came, late ones included."""
         for incarnation, replies in arrived.items():
             source = self._sources.get(incarnation)
             if source is None:
                 continue
-            step, at, source.version = replies[-1]
-            for old in [s for s in source.asked_at if s < step]:
-                del source.asked_at[old]
-            began = source.asked_at.pop(step, None)
-            if began is not None and step == source.step:
-                source.patience.answered(at - began)
-                self._metrics.draft_round_trip_seconds.observe(at - began)
+            for step, at in replies:
+                for old in [s for s in source.asked_at if s < step]:
+                    del source.asked_at[old]
+                began = source.asked_at.pop(step, None)
+                if began is not None:
+                    source.patience.answered(at - began)
+                    self._metrics.draft_round_trip_seconds.observe(at - began)
 
-    def _tree(self, stream: Stream, reply: DraftTree | None) -> Tree | None:
-        """A checked tree; how each reply fared is counted."""
-        if stream.key not in self._streams:
-            return None
-        if reply is None:
-            self._metrics.draft_replies.labels("missing").inc()
-            return None
-        if reply.base_len != stream.num_tokens or reply.prefix_hash != prefix_hash(stream.token_ids):
-            self._metrics.draft_replies.labels("late").inc()
-            return None
+    def _tree(self, stream: Stream, found: tuple[DraftTree, str] | None) -> tuple[Tree | None, str]:
+        """What a reply is good for, checked, and how it fared."""
+        if stream.key not in self._streams or found is None:
+            return None, "late"
+        reply, version = found
+        tokens, base_len = stream.token_ids, reply.base_len
+        if not 0 < base_len <= len(tokens) or reply.prefix_hash != prefix_hash(tokens[:base_len]):
+            return None, "late"
         if len(reply.tokens) > _MAX_NODES or not is_tree(
             reply.tokens, reply.parents, reply.scores, self._vocab_size
         ):
-            self._metrics.draft_replies.labels("malformed").inc()
-            return None
-        self._metrics.draft_replies.labels("used").inc()
+            return None, "malformed"
+        nodes = reroot(reply.tokens, reply.parents, tokens[base_len:].tolist())
+        if base_len < len(tokens) and not nodes:
+            return None, "late"
         drafting = self._streams[stream.key]
-        drafting.last_version = drafting.source.version
+        drafting.last_version = version
         drafting.num_unknown = 0
-        root = int(stream.buffer[stream.num_tokens - 1])
-        return Tree.build(root, reply.tokens, reply.parents, scores=reply.scores) if reply.tokens else None
+        outcome = "used" if base_len == len(tokens) else "rerooted"
+        if not nodes:
+            return None, outcome
+        scores = [reply.scores[node] for node, _ in nodes]
+        ids, parents = [reply.tokens[node] for node, _ in nodes], [parent for _, parent in nodes]
+        return Tree.build(int(tokens[-1]), ids, parents, scores=scores), outcome
 
 
 @register("draft")

@@ -441,6 +441,7 @@ class SuffixDrafter(Drafter):
 
     name = "suffix"
     source = SOURCE_SUFFIX
+    is_free = True
 
     def __init__(
         self,

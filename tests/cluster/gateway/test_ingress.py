@@ -2,54 +2,38 @@
 
 import asyncio
 import contextlib
+import functools
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping, Sequence
-from pathlib import Path
+import re
+from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping
 from typing import Any
 
 import httpx
 import openai
 import pytest
 import structlog.testing
-import tokenizers
-import uvicorn
-from tokenizers import decoders, models, pre_tokenizers
 
-from paceline.cluster.config import ClusterConfig
 from paceline.cluster.errors import Unavailable
-from paceline.cluster.gateway.fakes import WAITING, Act, Script, ScriptedStreams, say
-from paceline.cluster.gateway.ingress import build_app
+from paceline.cluster.gateway.fakes import WAITING, Act, Script, ScriptedStreams
 from paceline.cluster.gateway.streams import StreamEvent
 from paceline.cluster.gateway.text import Tokenizer
 from paceline.cluster.metrics import Metrics
 from paceline.cluster.types import SOURCE_DRAFT, Request
-
-SPECIALS = ["<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|end|>"]
-EOS, END = 1, 4
-TEMPLATE = (
-    "{% for m in messages %}{{ '<|user|>' + m.content + '<|end|>' }}{% endfor %}"
-    "{% if messages[0].content == 'refuse' %}{{ raise_exception('no') }}{% endif %}<|assistant|>"
+from scripted_gateway import (
+    CHAT,
+    END,
+    EOS,
+    JSON,
+    NEVER,
+    TEXT,
+    error_of,
+    events_of,
+    inside,
+    spell,
+    until,
 )
-CHAT: dict[str, Any] = {"model": "paceline-small", "messages": [{"role": "user", "content": "hi"}]}
-TEXT: dict[str, Any] = {"model": "paceline-small", "prompt": "hi"}
-NEVER = 3600.0
 
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """One token a byte."""
-    folder: Path = tmp_path_factory.mktemp("bytes")
-    vocab = {text: id for id, text in enumerate([*SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
-    bpe = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bpe.decoder = decoders.ByteLevel()
-    bpe.add_special_tokens(SPECIALS)
-    bpe.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"bos_token": "<|bos|>", "chat_template": TEMPLATE})
-    )
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, END]}))
-    return Tokenizer(folder)
+Serve = Callable[..., contextlib.AbstractAsyncContextManager[openai.AsyncOpenAI]]
 
 
 @pytest.fixture(autouse=True)
@@ -57,76 +41,6 @@ def logged() -> Iterator[list[MutableMapping[str, Any]]]:
     """What the gateway logs during a test."""
     with structlog.testing.capture_logs() as events:
         yield events
-
-
-@pytest.fixture
-def metrics() -> Metrics:
-    return Metrics()
-
-
-Serve = Callable[..., contextlib.AbstractAsyncContextManager[openai.AsyncOpenAI]]
-
-
-@pytest.fixture
-def serve(tokenizer: Tokenizer, metrics: Metrics) -> Serve:
-    """A real server on a free port for some scripted streams, and a client for it."""
-
-    @contextlib.asynccontextmanager
-    async def serve(streams: ScriptedStreams, **gateway: Any) -> AsyncIterator[openai.AsyncOpenAI]:
-        config = ClusterConfig.model_validate({"gateway": gateway})
-        app = build_app(config, streams, tokenizer, metrics, max_context=200)
-        options = uvicorn.Config(
-            app, host="127.0.0.1", port=0, log_level="warning", lifespan="off", ws="none"
-        )
-        server = uvicorn.Server(options)
-        running = asyncio.create_task(server.serve())
-        while not server.started:
-            await asyncio.sleep(0.002)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        try:
-            async with openai.AsyncOpenAI(
-                base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0
-            ) as client:
-                yield client
-        finally:
-            server.should_exit = True
-            await running
-
-    return serve
-
-
-@contextlib.asynccontextmanager
-async def inside(
-    tokenizer: Tokenizer, metrics: Metrics, streams: ScriptedStreams, **gateway: Any
-) -> AsyncIterator[httpx.AsyncClient]:
-    """The application without a socket."""
-    config = ClusterConfig.model_validate({"gateway": gateway})
-    app = build_app(config, streams, tokenizer, metrics, max_context=200)
-    transport = httpx.ASGITransport(app, raise_app_exceptions=True)
-    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
-        yield client
-
-
-def spell(
-    tokenizer: Tokenizer, text: str, *, group: int = 1, end: Sequence[int] = (EOS,), **options: Any
-) -> list[Act]:
-    """A script that says a text, `group` tokens an event, and then stops."""
-    ids = tokenizer.encode(text)
-    groups = [ids[start : start + group] for start in range(0, len(ids), group)]
-    return say(*groups, list(end), **options)
-
-
-async def events_of(client: openai.AsyncOpenAI, path: str, body: dict[str, Any]) -> list[str]:
-    """The raw events and comments of a stream."""
-    async with httpx.AsyncClient(base_url=str(client.base_url)) as raw:
-        response = await raw.post(path, json={**body, "stream": True})
-    return response.text.split("\n\n")[:-1]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 # --- whole answers --------------------------------------------------------------------------------------
@@ -382,15 +296,6 @@ async def test_one_failing_choice_cancels_the_others(
 # --- errors and the rest --------------------------------------------------------------------------------
 
 
-def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
-    """The error object of an answer, which has to have OpenAI's shape."""
-    assert response.status_code == status, response.text
-    error: dict[str, Any] = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert response.headers["x-request-id"]
-    return error
-
-
 @pytest.mark.parametrize(
     ("method", "path", "body", "status", "code"),
     [
@@ -422,7 +327,7 @@ async def test_errors_have_openais_shape(
     """Whoever found them: the schema, the tokenizer, the router, the cluster."""
     async with inside(tokenizer, metrics, ScriptedStreams([], is_ready=False)) as client:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        response = await client.request(method, path, content=content)
+        response = await client.request(method, path, content=content, headers=JSON)
 
     assert error_of(response, status)["code"] == code
 
@@ -450,7 +355,7 @@ async def test_a_large_body_is_refused_before_it_is_read(
             num_read += 1
             yield b" " * 1000
 
-    headers = {} if is_chunked else {"content-length": "100000"}
+    headers = JSON if is_chunked else {**JSON, "content-length": "100000"}
     async with inside(tokenizer, metrics, ScriptedStreams([]), max_body_bytes=2048) as client:
         response = await client.post("/v1/completions", content=body(), headers=headers)
 
@@ -480,21 +385,23 @@ async def test_what_fails_before_the_first_token_gets_a_status(
     assert ("retry-after" in response.headers) == (status == 503)
 
 
-async def test_request_ids_are_sane_and_not_shared(tokenizer: Tokenizer, metrics: Metrics) -> None:
-    """They name streams in the cluster: an odd one is replaced, one in use is refused."""
+async def test_request_ids_are_sane_and_streams_never_share_one(
+    tokenizer: Tokenizer, metrics: Metrics
+) -> None:
+    """An odd id is replaced. One in use is kept for the client, but names no second stream in the cluster."""
     streams = ScriptedStreams([0.05, *spell(tokenizer, "x")])
     async with inside(tokenizer, metrics, streams) as client:
         odd = await client.get("/health", headers={"x-request-id": "a b"})
-        post = client.post("/v1/completions", json=TEXT, headers={"x-request-id": "same"})
-        first = asyncio.create_task(post)
-        await until(lambda: len(streams.requests) == 1)
-        second = await client.post("/v1/completions", json=TEXT, headers={"x-request-id": "same"})
-        answer = await first
-        again = await client.get("/health", headers={"x-request-id": "same"})
+        post = functools.partial(client.post, "/v1/completions", json=TEXT, headers={"x-request-id": "same"})
+        answers = await asyncio.gather(post(), post())
+        again = await post()
 
     assert len(odd.headers["x-request-id"]) == 32
-    assert error_of(second, 409)["code"] == "request_id_in_use"
-    assert (answer.status_code, again.status_code) == (200, 200)
+    assert [answer.headers["x-request-id"] for answer in (*answers, again)] == ["same"] * 3
+    assert {answer.json()["id"] for answer in answers} == {"cmpl-same"}
+    ids = [request.id for request in streams.requests]
+    assert ids[0] == ids[2] == "same-0-0"
+    assert re.fullmatch(r"same\.[0-9a-f]{8}-0-0", ids[1])
 
 
 async def test_models_health_and_ready(serve: Serve, tokenizer: Tokenizer) -> None:
@@ -549,7 +456,8 @@ async def test_a_long_prompt_leaves_the_loop_free(tokenizer: Tokenizer, metrics:
     """It is read and tokenised in a thread, with the same result."""
     streams = ScriptedStreams(spell(tokenizer, "x"))
     async with inside(tokenizer, metrics, streams) as client:
-        response = await client.post("/v1/completions", content=json.dumps(TEXT).encode() + b" " * 9000)
+        content = json.dumps(TEXT).encode() + b" " * 9000
+        response = await client.post("/v1/completions", content=content, headers=JSON)
 
     assert response.status_code == 200
     assert streams.requests[0].prompt_ids == tuple(tokenizer.encode("hi"))

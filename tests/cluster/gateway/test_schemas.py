@@ -123,7 +123,7 @@ def test_prompts_times_choices_are_bounded() -> None:
         ({"n": 10**40}, "n=1000"),
         ({"seed": 2**63}, "seed=9223372036854775808: expected"),
         ({"max_tokens": 0}, "max_tokens=0: expected"),
-        ({"stop": ["a"] * 5}, 'stop=["a","a","a","a","a"]: expected a string or up to 4'),
+        ({"stop": ["a"] * 17}, "stop=<17 items>: expected a string or up to 16"),
         ({"stop": ""}, 'stop[0]="": expected'),
         ({"stop": "x" * 300}, "stop[0]="),
         ({"stop_token_ids": [-1]}, "stop_token_ids[0]=-1: expected"),

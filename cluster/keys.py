@@ -1,0 +1,215 @@
+"""a key as a client sends it -> who it belongs to, if anybody; a file keeps hashes only.
+
+A key holds 256 random bits, so one SHA-256 of it is enough: nothing shorter than guessing all of it helps whoever
+reads the file, and a slow hash, which makes guessing weak passwords dear, would only make every request dear.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import hmac
+import ipaddress
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import structlog
+
+from paceline.cluster.errors import ConfigError, Unavailable
+
+log = structlog.get_logger(__name__)
+
+_SHAPE = re.compile(r"pl_([0-9a-f]{12})_[A-Za-z0-9_-]{43}")
+_NOBODY = hashlib.sha256(b"").hexdigest()
+_NAME = re.compile(r"[^\x00-\x1f\x7f]{1,80}")
+
+
+class Key(msgspec.Struct, frozen=True):
+    """What is kept of a key. The id is part of its text, and all of it that may stand in a log."""
+
+    id: str
+    name: str
+    sha256: str
+    """Of the whole key, in hex."""
+    created: str
+    revoked: str | None = None
+    """When, in ISO 8601 and UTC, as `created`."""
+
+
+class KeyStore(Protocol):
+    """Where a gateway looks keys up."""
+
+    def find(self, text: str) -> Key | None:
+        """The valid key with this text; None if it is unknown or revoked.
+
+        Raises:
+            Unavailable: the store cannot be read. Nobody is let in then.
+        """
+        ...
+
+
+class _Content(msgspec.Struct):
+    keys: list[Key]
+    version: int = 1
+
+
+class KeyFile:
+    """A KeyStore in one JSON file, readable by its owner only. Safe for several writers and any number of readers."""
+
+    def __init__(self, path: Path, *, recheck_s: float = 0.5) -> None:
+        """`recheck_s`: how old may be what `find` knows of the file."""
+        self.path = path
+        self._recheck_s = recheck_s
+        self._checked = float("-inf")
+        self._stamp: tuple[int, int, int] | None = None
+        self._keys: dict[str, Key] = {}
+        self._is_broken = False
+
+    def find(self, text: str) -> Key | None:
+        """See `KeyStore.find`. Takes the same time wherever a wrong key differs from a right one."""
+        self._refresh()
+        if self._is_broken:
+            raise Unavailable("API keys cannot be checked")
+        shape = _SHAPE.fullmatch(text)
+        key = self._keys.get(shape[1]) if shape else None
+        digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()
+        is_equal = hmac.compare_digest(digest, _NOBODY if key is None else key.sha256)
+        return key if key is not None and is_equal and key.revoked is None else None
+
+    def read(self) -> list[Key]:
+        """All keys, revoked ones too, in order of creation.
+
+        Raises:
+            ConfigError: the file is damaged or may not be read.
+        """
+        try:
+            return msgspec.json.decode(self.path.read_bytes(), type=_Content).keys
+        except FileNotFoundError:
+            return []
+        except (OSError, msgspec.MsgspecError, UnicodeError) as error:
+            raise ConfigError(f"key file {self.path}: cannot be read: {error}") from error
+
+    def create(self, name: str) -> tuple[Key, str]:
+        """A new key and its text, which is kept nowhere.
+
+        Raises:
+            ConfigError: the name is not one line of 1 to 80 characters, or the file cannot be read or written.
+        """
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"key name {name[:80]!r}: expected one line of 1 to 80 characters")
+        with self._locked():
+            id = secrets.token_hex(6)
+            text = f"pl_{id}_{secrets.token_urlsafe(32)}"
+            key = Key(id, name, hashlib.sha256(text.encode()).hexdigest(), _now())
+            self._write([*self.read(), key])
+        return key, text
+
+    def revoke(self, id: str) -> Key:
+        """Make a key invalid; it stays in the list. Revoking it again changes nothing.
+
+        Raises:
+            ConfigError: there is no key with this id, or the file cannot be read or written.
+        """
+        with self._locked():
+            keys = self.read()
+            found = next((key for key in keys if key.id == id), None)
+            if found is None:
+                raise ConfigError(
+                    f"key id {id[:80]!r}: no such key in {self.path}; `paceline keys list` shows them"
+                )
+            if found.revoked is None:
+                revoked = msgspec.structs.replace(found, revoked=_now())
+                self._write([revoked if key is found else key for key in keys])
+                return revoked
+            return found
+
+    def _refresh(self) -> None:
+        now = time.monotonic()
+        if now - self._checked < self._recheck_s:
+            return
+        self._checked = now
+        try:
+            status = self.path.stat()
+            stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
+        except OSError:
+            stamp = None
+        if stamp == self._stamp and not self._is_broken:
+            return
+        try:
+            self._keys = {key.id: key for key in self.read()}
+            self._is_broken = False
+        except ConfigError as error:
+            if not self._is_broken:
+                log.error("key_file_unreadable", error=str(error))
+            self._is_broken = True
+        self._stamp = stamp
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """One writer at a time, in whichever process."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(f"{self.path}.lock", os.O_WRONLY | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise ConfigError(f"key file {self.path}: cannot be written: {error.strerror}") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _write(self, keys: list[Key]) -> None:
+        """Replace the file in one go: a reader sees the old or the new one."""
+        partial = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}.partial")
+        try:
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(msgspec.json.format(msgspec.json.encode(_Content(keys))) + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(self.path)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise ConfigError(f"key file {self.path}: cannot be written: {error.strerror}") from error
+
+
+def needs_keys(auth: str, host: str) -> bool:
+    """Whether a gateway with these two fields of its configuration lets in nobody without a key."""
+    return auth == "keys" or (auth == "auto" and not is_loopback(host))
+
+
+def check_guarded(auth: str, host: str, store: KeyFile) -> None:
+    """A listener that others can reach starts without keys only where its configuration says so.
+
+    Raises:
+        ConfigError: it says nothing, and there is no valid key.
+    """
+    if auth == "auto" and needs_keys(auth, host) and all(key.revoked for key in store.read()):
+        raise ConfigError(
+            f"gateway.host={host}: others can reach this address and there is no API key in {store.path}; make one with "
+            f"`paceline keys create NAME`, or set gateway.auth=keys to start without any, or gateway.auth=none to serve everybody"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a listener on `host`."""
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False  # a name: who knows what it stands for
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,77 @@
+"""A run folder with a configuration -> the application on two raylets of this machine, until SIGTERM.
+
+What `paceline serve` starts has one node, and a node cannot be killed without another that lives on. The second raylet
+is replaced whenever it died, as a cloud replaces a machine. Run as `python -m paceline.deploy.bench.two_nodes FOLDER`.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from paceline.cluster.config import ClusterConfig
+from paceline.deploy import local
+
+FIRST = "paceline_first"
+"""A resource of the node that stays: the gateway and control are placed by it."""
+SETTINGS = (
+    f"gateway.resources={{{FIRST}: 0.01}}",
+    f"control.resources={{{FIRST}: 0.01}}",
+    "prefill.max_per_node=1",
+    "decode.max_per_node=1",
+    "draft.max_per_node=1",
+)
+"""A worker of each role on each node."""
+
+
+def main(folder: Path) -> None:
+    """Write the same state file as `paceline serve`."""
+    state = local.read_state(folder)
+    assert state is not None, f"{folder} has no state.json"
+    stop = threading.Event()
+    local._catch_signals(stop)
+    ray_folder = Path(tempfile.mkdtemp(prefix="paceline-", dir="/tmp"))
+    local.ray_environment(ray_folder)
+    import ray
+    from ray.cluster_utils import Cluster
+
+    config = ClusterConfig.model_validate(state["config"])
+    cluster = Cluster(shutdown_at_exit=False)
+    try:
+        _add_node(cluster, config, resources={FIRST: 1}, temp_dir=str(ray_folder))
+        second = _add_node(cluster, config)
+        ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
+        local.deploy(config)
+        local._catch_signals(stop)  # again: ray.init puts its own handlers in place
+        local.write_state(folder, {**state, "phase": "running", "ray_folder": str(ray_folder)})
+        while not stop.wait(0.1):
+            if not second.all_processes or not second.remaining_processes_alive():
+                began = time.monotonic()
+                cluster.remove_node(second, allow_graceful=False)
+                second = _add_node(cluster, config)
+                print(
+                    f"second node replaced in {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True
+                )
+    except Exception as error:
+        local.write_state(folder, {**state, "phase": "failed", "error": f"{type(error).__name__}: {error}"})
+        raise
+    finally:
+        local._stop(ray_folder, 40.0)
+
+
+def _add_node(cluster: Any, config: ClusterConfig, **how: Any) -> Any:
+    return cluster.add_node(
+        num_cpus=round(local.needed_cpus(config) + 1.5),
+        object_store_memory=80 << 20,
+        node_ip_address="127.0.0.1",
+        include_dashboard=False,
+        **how,
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

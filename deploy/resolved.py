@@ -1,0 +1,128 @@
+"""A configuration, as given and as it will run, and the models' shapes -> every derived value with its reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.cluster.config import ClusterConfig, EngineConfig, model_folder
+from paceline.cluster.errors import ModelError
+from paceline.cluster.keys import needs_keys
+
+_KV_ITEM_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """One value that nobody wrote down, and why it is what it is."""
+
+    name: str
+    value: str
+    reason: str
+
+
+def settings(config: ClusterConfig) -> dict[str, Any]:
+    """Every field that differs from its default, as `section.field`."""
+    changed = config.model_dump(exclude_defaults=True)
+    return {
+        f"{section}.{name}": value for section, fields in changed.items() for name, value in fields.items()
+    }
+
+
+def derived(given: ClusterConfig, config: ClusterConfig) -> list[Derived]:
+    """In the order in which a request meets them.
+
+    Raises:
+        ModelError: a model's configuration does not say what shape its KV has.
+    """
+    return [*_surface(given, config), *_places(config), *_ways(config), *_pools(config)]
+
+
+def _surface(given: ClusterConfig, config: ClusterConfig) -> Iterator[Derived]:
+    for name, before, now in (
+        ("gateway", given.gateway, config.gateway),
+        ("control", given.control, config.control),
+    ):
+        if before.port != now.port:
+            yield Derived(f"{name}.port", str(now.port), "free when it was started, since 0 was asked for")
+    is_closed = needs_keys(config.gateway.auth, config.gateway.host)
+    why = f"gateway.auth={config.gateway.auth} on {config.gateway.host}"
+    yield Derived("API keys", "needed" if is_closed else "off", why)
+    limit = _model_config(config.model.target).get("max_position_embeddings", config.limits.max_context)
+    context = min(config.limits.max_context, limit)
+    reason = f"the smaller of limits.max_context={config.limits.max_context} and the model's {limit}"
+    yield Derived("context", f"{context} tokens", reason)
+
+
+def _places(config: ClusterConfig) -> Iterator[Derived]:
+    decode = config.decode
+    total = decode.replicas * (decode.max_streams + decode.max_queue)
+    yield Derived(
+        "streams at once",
+        str(total),
+        f"{decode.replicas} decode x ({decode.max_streams} running + {decode.max_queue} waiting); more get a 429",
+    )
+
+
+def _ways(config: ClusterConfig) -> Iterator[Derived]:
+    if config.prefill.replicas:
+        reason = f"from kv.min_remote_tokens={config.kv.min_remote_tokens} on that are not cached; shorter ones at once"
+        yield Derived("prompts", "prefill workers", reason)
+    else:
+        yield Derived("prompts", "decode workers", "prefill.replicas=0")
+    speculation = config.speculation
+    if not speculation.enabled:
+        yield Derived("drafts", "off", "speculation.enabled=false")
+    else:
+        sources = [s for s in speculation.sources if s != "draft" or config.draft.replicas]
+        reason = f"up to {speculation.depth} deep and {speculation.width} wide"
+        if len(sources) < len(speculation.sources):
+            reason += "; no draft model, since draft.replicas=0"
+        yield Derived("drafts", " + ".join(sources) or "off", reason)
+    how = {"node": "by which Ray knows each node"}.get(config.link.interface, "as configured")
+    how = "each node's own in that network" if "/" in config.link.interface else how
+    yield Derived("links bind to", config.link.interface, how)
+
+
+def _pools(config: ClusterConfig) -> Iterator[Derived]:
+    kinds: tuple[tuple[str, EngineConfig, str], ...] = (
+        ("prefill", config.prefill, config.model.target),
+        ("decode", config.decode, config.model.target),
+        ("draft", config.draft, config.model.draft),
+    )
+    for role, engine, model in kinds:
+        if engine.replicas == 0 or (role == "draft" and not config.speculation.enabled):
+            continue
+        block_bytes = kv_bytes_per_token(model) * config.kv.block_size
+        num = (engine.kv_memory_mb << 20) // block_bytes
+        tokens = num * config.kv.block_size
+        yield Derived(
+            f"{role} KV",
+            f"{num} blocks",
+            f"{engine.kv_memory_mb} MB / {block_bytes} bytes a block: {tokens} tokens",
+        )
+
+
+def kv_bytes_per_token(model: str) -> int:
+    """2 (K and V) x layers x KV heads x head size x 4 bytes.
+
+    Raises:
+        ModelError: config.json lacks one of these.
+    """
+    shape = _model_config(model)
+    try:
+        heads = int(shape["num_attention_heads"])
+        dim = int(shape.get("head_dim") or int(shape["hidden_size"]) // heads)
+        kv_heads = int(shape.get("num_key_value_heads") or heads)
+        return 2 * int(shape["num_hidden_layers"]) * kv_heads * dim * _KV_ITEM_BYTES
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise ModelError(f"{model_folder(model)}/config.json: no usable shape: {error}") from error
+
+
+def _model_config(model: str) -> dict[str, Any]:
+    tree: dict[str, Any] = json.loads(Path(model_folder(model), "config.json").read_text())
+    inner = tree.get("text_config")
+    return inner if isinstance(inner, dict) else tree

@@ -1,0 +1,52 @@
+"""`paceline keys`: a key is shown once, listed by id, and revoked by it; mistakes are one line."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from paceline.cluster.keys import KeyFile
+
+
+def run(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PACELINE_HOME": str(home), "COLUMNS": "200"}
+    command = [sys.executable, "-m", "paceline.deploy.cli", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_keys_are_created_listed_and_revoked(tmp_path: Path) -> None:
+    """In PACELINE_HOME, for the gateway that runs there; the list shows neither keys nor hashes."""
+    store = KeyFile(tmp_path / "keys.json", recheck_s=0.0)
+    assert "no API keys" in run(tmp_path, "keys", "list").stdout
+    created = json.loads(run(tmp_path, "keys", "create", "ci", "--json").stdout)
+    shown = run(tmp_path, "keys", "create", "[bold]team a[/bold]").stdout.split()[0]
+    assert store.find(created["key"]) and store.find(shown)
+
+    listed = run(tmp_path, "keys", "list")
+    rows = json.loads(run(tmp_path, "keys", "list", "--json").stdout)
+    assert [row["name"] for row in rows] == ["ci", "[bold]team a[/bold]"]
+    assert set(rows[0]) == {"id", "name", "created", "revoked"}
+    assert "[bold]team a[/bold]" in listed.stdout
+    assert shown not in listed.stdout
+
+    assert run(tmp_path, "keys", "revoke", created["id"]).returncode == 0
+    assert store.find(created["key"]) is None
+    assert store.find(shown)
+
+
+def test_mistakes_are_one_line(tmp_path: Path) -> None:
+    """Exit status 2, no traceback; a gateway open to others is not started by mistake."""
+    for arguments, expected in (
+        (["keys", "revoke", "nope"], "'nope': no such key"),
+        (["keys", "create", ""], "1 to 80 characters"),
+        (["serve", "--set", "gateway.host=0.0.0.0", "--port", "0"], "paceline keys create"),
+        (
+            ["serve", "--set", "gateway.keys_file=keys.json", "--port", "0"],
+            "expected an absolute path, or auto",
+        ),
+    ):
+        done = run(tmp_path, *arguments)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert expected in " ".join(done.stderr.split())
+        assert "Traceback" not in done.stderr
