@@ -73,5 +73,5 @@ class Quarantine:
 def request_digest(request: Request) -> bytes:
     """What a request asks for, whoever asks under whatever id and seed: the same again has the same digest (16 bytes)."""
     sampling = msgspec.structs.replace(request.sampling, seed=0, choice=0, prompt_index=0)
-    bare = msgspec.structs.replace(request, id="", sampling=sampling, priority=0)
+    bare = msgspec.structs.replace(request, id="", sampling=sampling, priority=0, cache_salt="")
     return hashlib.blake2b(msgspec.msgpack.encode(bare), digest_size=16).digest()

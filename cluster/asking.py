@@ -56,11 +56,9 @@ class WaitTime:
     def is_known(self) -> bool:
         return self._num > 0
 
-    def __call__(self, num: npt.ArrayLike) -> FloatArray:
-        """Seconds for these numbers of streams; 0 for none, and until something was measured."""
-        wanted = np.asarray(num, np.float64)
-        line = self._seconds + self._slope * (wanted - self._num)
-        return np.asarray(np.where(wanted > 0, np.maximum(0.0, line), 0.0))
+    def __call__(self, num: int) -> float:
+        """Seconds for so many streams; 0 for none, and until something was measured."""
+        return max(0.0, self._seconds + self._slope * (num - self._num)) if num else 0.0
 
     def observe(self, num: int, seconds: float) -> None:
         """Asking for `num` streams together took so long."""
@@ -69,7 +67,7 @@ class WaitTime:
             self._slope = _FURTHER_STREAM * seconds / (1 - _FURTHER_STREAM + _FURTHER_STREAM * num)
             return
         further = num - self._num
-        error = seconds - float(self(num))
+        error = seconds - self(num)
         self._slope += 0.3 * error * further / (further**2 + 4)
         self._num += 0.1 * further
         self._seconds += 0.1 * (seconds - self._seconds)
@@ -90,7 +88,8 @@ class _Stream:
     """Step in which its last trial began."""
     is_worth: bool = False
     """It was asked for because that was expected to pay."""
-    was_asked: bool = False
+    asked_at: int = -1
+    """Step in which it was last asked for."""
     had_caught_up: bool = False
     """It was asked for in the step before as well."""
 
@@ -135,48 +134,49 @@ class Worth:
         self._step += 1
         self._num_plain = max(1, len(streams) + num_others)
         step_s = float(self._cost(self._num_plain))
-        most = _LARGEST_BUDGET * (float(self._wait_s(1)) or step_s)
+        most = _LARGEST_BUDGET * (self._wait_s(1) or step_s)
         self._budget_s = min(most, self._budget_s + _SHARE_OF_TIME * step_s)
+        # So deep in debt, what was expected to pay has not: the figures are wrong, until time has paid it back.
         is_believed = self._budget_s > -_LARGEST_BUDGET * step_s
         worth = self._worth([stream.gain for stream in known], found, num_others) if is_believed else []
-        for stream in known:
-            stream.trial = max(0, stream.trial - 1)
-            stream.is_worth = False
         for index in worth:
             stream = known[index]
-            stream.next_pause, stream.pause, stream.is_worth = _FIRST_PAUSE, 0, True
-        asked = {index for index, stream in enumerate(known) if stream.is_worth or stream.trial > 0}
-        asked |= self._begin_trials(known, found, asked)
+            stream.next_pause, stream.pause = _FIRST_PAUSE, 0
+        asked, waiting = set(worth), []
         for index, stream in enumerate(known):
-            stream.had_caught_up, stream.was_asked = stream.was_asked, index in asked
+            stream.is_worth = index in asked
+            stream.trial = max(0, stream.trial - 1)
+            if stream.is_worth or found[index] >= 1 + stream.gain and stream.trial == 0:
+                continue  # nothing to find out, or no time to: enough is there without it
+            if stream.trial > 0:
+                asked.add(index)
+            elif stream.pause > 0:
+                stream.pause -= 1
+            else:
+                waiting.append(index)
+        left_s = self._budget_s - (len(asked) - len(worth)) * self._added_s(len(asked))
+        waiting.sort(key=lambda index: known[index].tried_at)
+        for index in waiting:
+            price_s = _TRIAL * self._added_s(len(asked) + 1)
+            if price_s > left_s and self._wait_s.is_known:
+                break
+            left_s -= price_s
+            self._begin_trial(known[index])
+            asked.add(index)
+        for index in asked:
+            stream = known[index]
+            stream.had_caught_up, stream.asked_at = stream.asked_at == self._step - 1, self._step
         return sorted(asked)
 
-    def _begin_trials(self, known: Sequence[_Stream], found: Sequence[float], asked: set[int]) -> set[int]:
-        """Those of the others that begin a trial: the longest untried first, as many as the budget has for all of it."""
-        num_tried = sum(known[index].trial > 0 and not known[index].is_worth for index in asked)
-        left_s = self._budget_s - num_tried * self._added_s(len(asked))
-        begun: set[int] = set()
-        for index in sorted(set(range(len(known))) - asked, key=lambda index: known[index].tried_at):
-            stream = known[index]
-            if found[index] >= 1 + stream.gain:  # enough is there without it: no time to find out more
-                continue
-            if stream.pause > 0:
-                stream.pause -= 1
-                continue
-            price_s = _TRIAL * self._added_s(len(asked) + len(begun) + 1)
-            if price_s > left_s and self._wait_s.is_known:
-                continue
-            left_s -= price_s
-            stream.trial, stream.tried_at = _TRIAL, self._step
-            stream.tokens = stream.steps = 0.0  # what was known is old
-            stream.pause = 0 if self._is_free else stream.next_pause
-            stream.next_pause = min(_LONGEST_PAUSE, stream.next_pause * 2)
-            begun.add(index)
-        return begun
+    def _begin_trial(self, stream: _Stream) -> None:
+        stream.trial, stream.tried_at = _TRIAL, self._step
+        stream.tokens = stream.steps = 0.0  # what was known is old
+        stream.pause = 0 if self._is_free else stream.next_pause
+        stream.next_pause = min(_LONGEST_PAUSE, stream.next_pause * 2)
 
     def _added_s(self, num: int) -> float:
         """What the last of `num` streams adds to asking."""
-        return float(self._wait_s(num) - self._wait_s(num - 1))
+        return self._wait_s(num) - self._wait_s(num - 1)
 
     def _worth(self, gains: Sequence[float], found: Sequence[float], num_others: int) -> list[int]:
         """The streams for which asking gives the best rate of all; none if that is not better than not asking.
@@ -192,7 +192,7 @@ class Worth:
             return []
         plain = len(gain) + num_others + float(had.sum())
         nodes = np.cumsum(np.maximum(1.0, gain[order]))
-        wait_s = self._wait_s(np.arange(1, len(order) + 1))
+        wait_s = np.asarray([self._wait_s(num) for num in range(1, len(order) + 1)])
         rates = (plain + np.cumsum(added[order])) / (self._cost(plain + nodes) + wait_s)
         best = int(np.argmax(rates))
         if rates[best] <= _MARGIN * plain / float(self._cost(plain)):
@@ -214,16 +214,19 @@ class Worth:
                 continue
             stream.tokens = _DECAY * stream.tokens + tokens
             stream.steps = _DECAY * stream.steps + 1
+        if not gained:  # all who were asked for have ended
+            self._budget_s -= wait_s
+            return
         # Trials are charged their share at once; where asking should pay, single steps say little.
         token_s = float(self._cost(self._num_plain)) / self._num_plain
         tried = [tokens for key, tokens in gained.items() if not streams[key].is_worth]
-        spent_s = wait_s * len(tried) / max(1, len(gained))
+        spent_s = wait_s * len(tried) / len(gained)
         self._budget_s += min(0.0, token_s * sum(tried) - spent_s)
         if len(tried) < len(gained):
             net_s = token_s * (sum(gained.values()) - sum(tried)) - (wait_s - spent_s)
             self._net_s += _NET_SHARE * (net_s - self._net_s)
             self._budget_s += _SHARE_OF_SAVINGS * self._net_s if self._net_s > 0 else self._net_s
-        if gained and (not self._wait_s.is_known or all(s.had_caught_up for s in streams.values())):
+        if not self._wait_s.is_known or all(stream.had_caught_up for stream in streams.values()):
             self._wait_s.observe(len(gained), wait_s)
 
     def close(self, stream: str) -> None:

@@ -65,7 +65,7 @@ class GatewayConfig(Section):
     """How long a client may take to send its headers, then its body, and to make room for more of its answer."""
     auth: Literal["auto", "keys", "none"] = "auto"
     """keys: only requests with an API key are served (`paceline keys`). none: all are. auto: keys are off on loopback,
-    and a gateway that others can reach starts only once there is a key."""
+    for requests sent to a loopback name, and a gateway that others can reach starts only once there is a key."""
     keys_file: str = "auto"
     """Where API keys are kept, as hashes. auto: keys.json in PACELINE_HOME."""
     num_cpus: Cpus = 0.1

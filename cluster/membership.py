@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Protocol
 
 import structlog
@@ -34,8 +35,18 @@ class Resident(Protocol):
         ...
 
     def on_message(self, peer: wire.Peer, message: Message) -> None: ...
-    def on_peer_lost(self, peer: wire.Peer) -> None: ...
+    def on_peer_lost(self, peer: wire.Peer) -> None:
+        """A connection ended: a worker's, a gateway's, or the router's."""
+        ...
+
     def on_directory(self, directory: Directory) -> None: ...
+
+
+def _dialed(dial: asyncio.Task[wire.Peer] | None) -> wire.Peer | None:
+    """What a dial came to; None if it did not, or not yet."""
+    if dial is None or not dial.done() or dial.cancelled() or dial.exception() is not None:
+        return None
+    return dial.result()
 
 
 def new_incarnation() -> int:
@@ -69,9 +80,11 @@ class Member:
         self._resolve = resolve
         self._listener: wire.Listener | None = None
         self._router: wire.Peer | None = None
-        self._peers: dict[int, asyncio.Task[wire.Peer]] = {}
+        self._dials: dict[int, asyncio.Task[wire.Peer]] = {}
+        """Connections opened here, by the other side's incarnation."""
         self._tasks: list[asyncio.Task[None]] = []
-        self._inbound: set[wire.Peer] = set()
+        self._open: set[wire.Peer] = set()
+        """Every connection, whichever side opened it."""
 
     async def start(self) -> None:
         """Listen and begin to register; returns at once, the router may come later."""
@@ -86,11 +99,9 @@ class Member:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for dial in self._peers.values():
+        for dial in self._dials.values():
             dial.cancel()
-            if dial.done() and not dial.cancelled() and dial.exception() is None:
-                dial.result().close()
-        for peer in [*self._inbound, *([self._router] if self._router else [])]:
+        for peer in list(self._open):
             peer.close()
         if self._listener is not None:
             self._listener.close()
@@ -126,15 +137,12 @@ class Member:
         Raises:
             WireError: it cannot be reached, or is another incarnation by now.
         """
-        task = self._peers.get(worker.incarnation)
-        if (
-            task is not None
-            and task.done()
-            and (task.cancelled() or task.exception() or not task.result().is_open)
-        ):
-            task = None
-        if task is None:
-            task = asyncio.create_task(
+        dial = self._dials.get(worker.incarnation)
+        peer = _dialed(dial)
+        if peer is not None and peer.is_open:
+            return peer
+        if dial is None or dial.done():
+            dial = asyncio.create_task(
                 wire.connect(
                     worker.host,
                     worker.port,
@@ -145,13 +153,18 @@ class Member:
                     liveness=self._liveness,
                 )
             )
-            self._peers[worker.incarnation] = task
-        return await asyncio.shield(task)
+            self._dials[worker.incarnation] = dial
+            dial.add_done_callback(partial(self._forget_failed, worker.incarnation))
+        return await asyncio.shield(dial)
+
+    def _forget_failed(self, incarnation: int, dial: asyncio.Task[wire.Peer]) -> None:
+        if _dialed(dial) is None and self._dials.get(incarnation) is dial:
+            del self._dials[incarnation]
 
     # -- wire.Handler ------------------------------------------------------------------------------------
 
     def on_open(self, peer: wire.Peer) -> None:
-        self._inbound.add(peer)
+        self._open.add(peer)
 
     def on_message(self, peer: wire.Peer, message: Message) -> None:
         if isinstance(message, Directory):
@@ -161,20 +174,12 @@ class Member:
             self._resident.on_message(peer, message)
 
     def on_close(self, peer: wire.Peer) -> None:
-        self._inbound.discard(peer)
+        self._open.discard(peer)
+        assert peer.identity is not None
         if peer is self._router:
             log.warning("router_lost", reason=peer.close_reason)
-            return
-        assert peer.identity is not None
-        dial = self._peers.get(peer.identity.incarnation)
-        if (
-            dial is not None
-            and dial.done()
-            and not dial.cancelled()
-            and not dial.exception()
-            and dial.result() is peer
-        ):
-            del self._peers[peer.identity.incarnation]
+        elif _dialed(self._dials.get(peer.identity.incarnation)) is peer:
+            del self._dials[peer.identity.incarnation]
         self._resident.on_peer_lost(peer)
 
     # -- background --------------------------------------------------------------------------------------

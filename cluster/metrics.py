@@ -31,6 +31,12 @@ class Metrics:
         self.turned_away = self._counter(
             "streams_turned_away_total", "Streams refused before they began, by reason.", "reason"
         )
+        self.blind_routes = self._counter(
+            "blind_routes_total", "Routes decided by the last directory: there was no router, or no answer."
+        )
+        self.resumed = self._counter(
+            "streams_resumed_total", "Event streams that clients went on with behind an event they had."
+        )
         self.forward = Gauge(
             "paceline_forward_info",
             "1 for the forward a worker runs: lean, or transformers and why not lean.",

@@ -340,8 +340,8 @@ class Router:
     def on_close(self, peer: wire.Peer) -> None:
         self._peers.discard(peer)
         identity = peer.identity
-        if identity is None:
-            return
+        if identity is None or any(other.identity == identity for other in self._peers):
+            return  # it came back before the end of its old connection was seen
         self._load.drop_gateway(identity.incarnation)
         self._release(identity.incarnation)
         self._prefixes.drop(identity.incarnation)

@@ -13,6 +13,10 @@ from paceline.cluster.types import SOURCE_DRAFT, SOURCE_TARGET
 
 IntArray = npt.NDArray[np.int32]
 
+_TRIAL_S = 0.02
+"""Spare work that is looked at together: long enough for a scheduler's time slices to even out."""
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 64.0
 
 _ROOT = (
     np.asarray([-1], np.int32),
@@ -265,9 +269,3 @@ class SpareCore:
         else:
             self._pause_s = _FIRST_PAUSE_S
         self._wall_s = self._cpu_s = 0.0
-
-
-_TRIAL_S = 0.02
-"""Work that is looked at together: long enough for a scheduler's time slices to even out."""
-_FIRST_PAUSE_S = 1.0
-_LONGEST_PAUSE_S = 64.0

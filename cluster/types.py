@@ -174,7 +174,7 @@ QUARANTINED = "quarantined"
 class Progress(Struct, frozen=True):
     """gateway -> router: whom an attempt keeps busy now, by incarnation; 0 is nobody, two zeros are its end.
 
-    Sent with the first tokens (the prefill worker is done), at the end, and for all attempts to a new router.
+    Sent when it starts, with the first tokens (the prefill worker is done), at the end, and for all to a new router.
     """
 
     request_id: str

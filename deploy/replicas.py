@@ -192,6 +192,7 @@ class GatewayReplica(_HttpReplica):
         from paceline.cluster.gateway.ingress import build_app
         from paceline.cluster.gateway.text import Tokenizer
         from paceline.deploy.keys import keys_for
+        from paceline.deploy.resolved import context_limit
 
         config = _begin("gateway", config)
         metrics = Metrics()
@@ -203,7 +204,7 @@ class GatewayReplica(_HttpReplica):
         )
         streams.attach(self._member)
         tokenizer = Tokenizer(model_folder(config.model.target))
-        keys, max_context = keys_for(config.gateway), config.limits.max_context
+        keys, (max_context, _) = keys_for(config.gateway), context_limit(config)
         app = build_app(config, streams, tokenizer, metrics, max_context=max_context, keys=keys)
         gateway = config.gateway
         self._http = _HttpListener(app, gateway.host, gateway.port, gateway.client_timeout_s)

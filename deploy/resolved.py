@@ -51,9 +51,7 @@ def _surface(given: ClusterConfig, config: ClusterConfig) -> Iterator[Derived]:
     is_closed = needs_keys(config.gateway.auth, config.gateway.host)
     why = f"gateway.auth={config.gateway.auth} on {config.gateway.host}"
     yield Derived("API keys", "needed" if is_closed else "off", why)
-    limit = _model_config(config.model.target).get("max_position_embeddings", config.limits.max_context)
-    context = min(config.limits.max_context, limit)
-    reason = f"the smaller of limits.max_context={config.limits.max_context} and the model's {limit}"
+    context, reason = context_limit(config)
     yield Derived("context", f"{context} tokens", reason)
 
 
@@ -87,6 +85,26 @@ def _ways(config: ClusterConfig) -> Iterator[Derived]:
     yield Derived("links bind to", config.link.interface, how)
 
 
+def context_limit(config: ClusterConfig) -> tuple[int, str]:
+    """Tokens of prompt and output together that one stream may have, and why.
+
+    Raises:
+        ModelError: as `kv_bytes_per_token`.
+    """
+    wanted = config.limits.max_context
+    known = int(_model_config(config.model.target).get("max_position_embeddings", wanted))
+    room = num_blocks(config.decode, config.model.target, config.kv.block_size) * config.kv.block_size
+    reason = (
+        f"the smallest of limits.max_context={wanted}, the model's {known} and {room} in a decode worker's KV"
+    )
+    return min(wanted, known, room), reason
+
+
+def num_blocks(engine: EngineConfig, model: str, block_size: int) -> int:
+    """Blocks in the KV pool of one worker."""
+    return (engine.kv_memory_mb << 20) // (kv_bytes_per_token(model) * block_size)
+
+
 def _pools(config: ClusterConfig) -> Iterator[Derived]:
     kinds: tuple[tuple[str, EngineConfig, str], ...] = (
         ("prefill", config.prefill, config.model.target),
@@ -97,7 +115,7 @@ def _pools(config: ClusterConfig) -> Iterator[Derived]:
         if engine.replicas == 0 or (role == "draft" and not config.speculation.enabled):
             continue
         block_bytes = kv_bytes_per_token(model) * config.kv.block_size
-        num = (engine.kv_memory_mb << 20) // block_bytes
+        num = num_blocks(engine, model, config.kv.block_size)
         tokens = num * config.kv.block_size
         yield Derived(
             f"{role} KV",

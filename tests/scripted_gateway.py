@@ -104,7 +104,7 @@ async def inside(
     config = ClusterConfig.model_validate({"gateway": gateway})
     app = build_app(config, streams, tokenizer, metrics, max_context=MAX_CONTEXT, keys=keys)
     transport = httpx.ASGITransport(app, raise_app_exceptions=True)
-    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield client
 
 

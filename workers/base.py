@@ -32,12 +32,8 @@ Job = Callable[[], object]
 
 _IDLE_S = 0.05
 """How long an engine thread without work sleeps before it looks at its deadlines."""
-
-
 _STUCK_S = 0.002
 """The same with work that cannot go on: its blocks are held by streams that wait for their KV."""
-
-
 _HEARD_S = 0.2
 """What was sent to a worker before all gateways knew that it leaves has arrived by then."""
 

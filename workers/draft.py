@@ -32,8 +32,6 @@ log = structlog.get_logger(__name__)
 
 _AHEAD_FLOOR = 0.1
 """Nothing is drafted ahead whose use is less likely than this."""
-
-
 _WITH_FIRST_LEVEL = 8
 """So many tokens that are not in the pool yet are cheaper beside the last one than in a forward of their own."""
 
@@ -307,7 +305,7 @@ class DraftEngine:
 
     def _draft(self, streams: list[DraftStream], depth: int, width: int, floor: float) -> list[DraftTree]:
         for stream in streams:
-            if stream.levels and len(stream.levels[0][0]) < width:
+            if any(len(ids) < width for ids, _ in stream.levels):
                 stream.forget_levels()
             stream.asked = (depth, width, floor)
         self._catch_up([stream for stream in streams if not stream.levels])

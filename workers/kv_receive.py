@@ -10,14 +10,14 @@ import hmac
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 import torch
 
 from paceline.cluster import failpoints, wire
 from paceline.cluster.config import LinkConfig
-from paceline.cluster.handoff import Handoff, HandoffState, exchange, head_ranges
+from paceline.cluster.handoff import Handoff, exchange, head_ranges
 from paceline.cluster.metrics import Metrics
 from paceline.cluster.scheduler import Stream
 from paceline.cluster.types import (
@@ -60,6 +60,8 @@ class Incoming:
     """How the KV came: "link" or "local:<reason>"; empty while that is open."""
     num_skipped: int = 0
     exposed_s: float = 0.0
+    awaited: set[tuple[str, int]] = field(default_factory=set)
+    """(link, number) of messages under way. A request may come again under its name while rows of its last time are."""
 
 
 LinkKey = tuple[wire.Peer, int, int]
@@ -172,7 +174,8 @@ class HandoffReceiver:
             if incoming is not None and reason != "wrong_sender":
                 self.drop(incoming, reason)
             return
-        assert link is not None
+        assert incoming is not None and link is not None
+        incoming.awaited.add((message.link_key, message.seq))
         cache = self._engine.runner.cache
         shape = (message.num_layers, 2, message.num_heads, message.num_tokens, cache.layout.head_dim)
         link.expect(message, torch.Size(shape), cache.dtype)
@@ -221,7 +224,13 @@ class HandoffReceiver:
         if not self.forget(incoming, reason):
             return
         handoff, stream = incoming.handoff, incoming.stream
-        log.warning("kv_recomputed", request=handoff.request_id, epoch=handoff.epoch, reason=reason)
+        log.warning(
+            "kv_recomputed",
+            request=handoff.request_id,
+            epoch=handoff.epoch,
+            sender=handoff.sender,
+            reason=reason,
+        )
         self._metrics.kv_drops.labels(reason).inc()
         self._engine.pool.free(stream.key)
         stream.restart()
@@ -303,8 +312,10 @@ class HandoffReceiver:
         """Into the pool, then check what the pool holds: the digest covers the scatter as well."""
         message = arrival.message
         incoming = self._open.get(f"{message.request_id}/{message.epoch}")
-        if incoming is None or incoming.handoff.state is not HandoffState.STREAMING:
+        transfer = (message.link_key, message.seq)
+        if incoming is None or transfer not in incoming.awaited:
             return  # dropped meanwhile: the rows never touch the pool
+        incoming.awaited.discard(transfer)
         cache = self._engine.runner.cache
         table = self._engine.pool.table(incoming.stream.key)
         slots = cache.slots(table, message.start, message.start + message.num_tokens)

@@ -262,9 +262,15 @@ class PrefillWorker(Worker):
             return
         self._by_stream[job.stream.key] = job
         job.streamed = grant.start
+        self._drop_links_but(job.decode, {part.link_key for part in grant.parts})
         job.links = [(part, self._link_to(job.decode, grant, part.link_key)) for part in grant.parts]
         job.state = JobState.COMPUTING
         job.deadline = time.monotonic() + _COMPUTE_LIMIT_S
+
+    def _drop_links_but(self, decode: wire.Peer, named: set[str]) -> None:
+        """Drop links that the receiver names no more: it gave them up, with all that was to come over them."""
+        for place in [place for place in self._links if place[0] is decode and place[1] not in named]:
+            self._links.pop(place).close()
 
     def _link_to(self, decode: wire.Peer, grant: Grant, key: str) -> LinkSender:
         """The link that the receiver named: the one that is up, or a new one."""

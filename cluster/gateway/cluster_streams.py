@@ -29,6 +29,7 @@ from paceline.cluster.router import Policy, candidates, choose, ready_workers
 from paceline.cluster.types import (
     NO_PROBATION,
     NO_ROOM,
+    NO_WORKER,
     QUARANTINED,
     SOURCE_NAMES,
     Abort,
@@ -52,6 +53,9 @@ from paceline.cluster.types import Quarantine as QuarantineNotice
 log = structlog.get_logger(__name__)
 
 _ROUTE_TIMEOUT_S = 1.0
+"""For a router that is connected but does not answer; one whose connection ends is not waited for."""
+_NEWS_TIMEOUT_S = 0.25
+"""A stream without a worker asks again this often, whatever the directory says."""
 _BLIND_RETRY_S = 2.0
 """What those turned away while there is no router are told: nobody measures."""
 
@@ -105,9 +109,11 @@ class ClusterStreams:
         self._metrics = metrics
         self._member: Member | None = None
         self._attempts: dict[tuple[str, int], _Attempt] = {}
-        self._routes: dict[tuple[str, int], asyncio.Future[Assignment]] = {}
+        self._routes: dict[tuple[str, int], asyncio.Future[Assignment | None]] = {}
+        """What the router was asked; None is its end."""
         self._news = asyncio.Event()
         self._num_waiting = 0
+        self._num_runs = 0
         self._quarantine = Quarantine()
         self._told: wire.Peer | None = None
         """The router that knows of all attempts."""
@@ -156,6 +162,10 @@ class ClusterStreams:
                 peer.close(f"a gateway has no use for {type(message).__name__}")
 
     def on_peer_lost(self, peer: wire.Peer) -> None:
+        if self.member.router is None:
+            for waiting in self._routes.values():
+                if not waiting.done():
+                    waiting.set_result(None)
         is_crash = not self._is_leaving(peer)
         for attempt in self._attempts.values():
             if attempt.decode is peer:
@@ -201,8 +211,11 @@ class ClusterStreams:
         """See `Streams.run`."""
         if self._is_draining:
             raise Unavailable("this gateway is about to end")
-        # Workers know streams of many gateways, whose clients may choose equal request ids.
-        request = msgspec.structs.replace(request, id=f"{request.id}@{self.member.me.incarnation:x}")
+        # Workers know streams of many gateways, whose clients may choose equal request ids, or one id twice: what is
+        # still on its way for a stream must never reach another.
+        self._num_runs += 1
+        place = f"{self.member.me.incarnation:x}.{self._num_runs}"
+        request = msgspec.structs.replace(request, id=f"{request.id}@{place}")
         state = _StreamState(request, request_digest(request))
         if self._quarantine.holds(state.digest, time.monotonic()):
             raise self._quarantined()
@@ -311,6 +324,8 @@ class ClusterStreams:
                     state.avoid.append(assignment.decode.incarnation)
                     self._tell(Progress(request.id, epoch))
             self._check_refusal(route, assignment)
+            if assignment.reason == NO_WORKER:  # what failed it may be all there is, and well again
+                state.avoid.clear()
             route = msgspec.structs.replace(route, is_new=False, avoid=tuple(state.avoid))
             now = time.monotonic()
             if assignment.reason == NO_PROBATION:  # there are workers: its turn will come
@@ -340,7 +355,8 @@ class ClusterStreams:
     async def _wait_for_news(self) -> None:
         self._num_waiting += 1
         try:
-            await asyncio.wait_for(self._news.wait(), 0.25)
+            async with asyncio.timeout(_NEWS_TIMEOUT_S):
+                await self._news.wait()
         except TimeoutError:
             return
         finally:
@@ -357,6 +373,7 @@ class ClusterStreams:
         busy = Progress(request.id, epoch, assignment.decode.incarnation, prefill, num_prefill)
         attempt = _Attempt(request.id, epoch, decode, busy)
         self._attempts[request.id, epoch] = attempt
+        self._tell(busy)  # the router knows it already, unless this one answered too late or is new
         report.timeline.stamp("routed")
         report.decode_workers.append(assignment.decode.worker_id)
         report.draft_worker = assignment.draft.worker_id if assignment.draft is not None else ""
@@ -376,36 +393,25 @@ class ClusterStreams:
     ) -> None:
         assert assignment.prefill is not None and assignment.decode is not None
         try:
-            attempt.prefill = await self.member.peer_to(assignment.prefill)
+            prefill = await self.member.peer_to(assignment.prefill)
         except WireError:
             attempt.decode.send(PrefillLost(request.id, attempt.epoch))
             return
+        attempt.prefill = prefill
         tokens = (*request.prompt_ids, *output)
-        attempt.prefill.send(
+        prefill.send(
             Prefill(
-                request.id,
-                attempt.epoch,
-                tokens,
-                assignment.decode,
-                request.priority,
-                request.cache_salt,
+                request.id, attempt.epoch, tokens, assignment.decode, request.priority, request.cache_salt
             )
         )
 
     async def _assign(self, route: Route) -> Assignment:
         """Ask the router; without one, apply the same policy to the last directory."""
-        key = route.request_id, route.epoch
         router = self.member.router
-        if router is not None:
-            waiting: asyncio.Future[Assignment] = asyncio.get_running_loop().create_future()
-            self._routes[key] = waiting
-            router.send(route)
-            try:
-                return await asyncio.wait_for(waiting, _ROUTE_TIMEOUT_S)
-            except TimeoutError:
-                log.warning("router_slow", request=route.request_id)
-            finally:
-                self._routes.pop(key, None)
+        assignment = await self._ask(router, route) if router is not None else None
+        if assignment is not None:
+            return assignment
+        self._metrics.blind_routes.inc()
         workers = self.member.directory.workers
         streams = {w.incarnation: w.num_streams for w in workers}
         own = Counter(attempt.busy.decode for attempt in self._attempts.values())
@@ -413,6 +419,21 @@ class ClusterStreams:
             streams[incarnation] = max(num, streams.get(incarnation, 0))
         assignment = choose(route, candidates(workers, streams), self._policy)
         return msgspec.structs.replace(assignment, retry_after_s=_BLIND_RETRY_S)
+
+    async def _ask(self, router: wire.Peer, route: Route) -> Assignment | None:
+        """The router's answer; None if it died or takes too long."""
+        key = route.request_id, route.epoch
+        waiting: asyncio.Future[Assignment | None] = asyncio.get_running_loop().create_future()
+        self._routes[key] = waiting
+        router.send(route)
+        try:
+            async with asyncio.timeout(_ROUTE_TIMEOUT_S):
+                return await waiting
+        except TimeoutError:
+            log.warning("router_slow", request=route.request_id)
+            return None
+        finally:
+            self._routes.pop(key, None)
 
     async def _follow(
         self, attempt: _Attempt, output: list[int], report: StreamReport
@@ -423,7 +444,9 @@ class ClusterStreams:
             return
         while True:
             try:
-                item = await asyncio.wait_for(attempt.queue.get(), self._config.gateway.keepalive_s)
+                # Not wait_for: until Python 3.12 it can swallow a cancellation that comes together with an item.
+                async with asyncio.timeout(self._config.gateway.keepalive_s):
+                    item = await attempt.queue.get()
             except TimeoutError:
                 yield StreamEvent(())
                 continue

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.cluster.errors import RequestError
-from paceline.cluster.gateway.auth import OPEN_PATHS, authenticate
+from paceline.cluster.gateway.auth import OPEN_PATHS, authenticate, check_host
 from paceline.cluster.gateway.problems import problem_of
 from paceline.cluster.keys import Key, KeyStore
 from paceline.cluster.metrics import Metrics
@@ -53,6 +53,7 @@ class Envelope:
         *,
         metrics: Metrics,
         keys: KeyStore | None,
+        only_local: bool,
         max_body_bytes: int,
         body_timeout_s: float,
         routes: Collection[str],
@@ -60,6 +61,7 @@ class Envelope:
         self._app = app
         self._metrics = metrics
         self._keys = keys
+        self._only_local = only_local
         self._max_body_bytes = max_body_bytes
         self._body_timeout_s = body_timeout_s
         self._routes = sorted(routes, key=len, reverse=True)
@@ -103,8 +105,11 @@ class Envelope:
     def _admit(self, path: str, headers: Headers) -> Key | None:
         """What can be told from the headers alone."""
         key = None
-        if self._keys is not None and path not in OPEN_PATHS:
-            key = authenticate(headers, self._keys)
+        if path not in OPEN_PATHS:
+            if self._keys is not None:
+                key = authenticate(headers, self._keys)
+            if self._only_local:
+                check_host(headers)
         length = headers.get("content-length", "")
         if length.isdecimal() and (len(length) > 18 or int(length) > self._max_body_bytes):
             raise self._too_large()

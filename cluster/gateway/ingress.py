@@ -26,7 +26,7 @@ from paceline.cluster.gateway.schemas import ChatRequest, CompletionRequest, Gen
 from paceline.cluster.gateway.session import Session
 from paceline.cluster.gateway.streams import Streams
 from paceline.cluster.gateway.text import Tokenizer
-from paceline.cluster.keys import KeyStore
+from paceline.cluster.keys import KeyStore, is_loopback
 from paceline.cluster.metrics import Metrics
 from paceline.cluster.types import Request as StreamRequest
 
@@ -127,6 +127,8 @@ class Ingress:
         told = fingerprint([choice.request for choice in session.choices], *form, body.echoes)
         last = parse_last_event(last_id) if last_id else None
         cursor = Cursor(len(session.choices), told, last)
+        if last is not None:
+            self._metrics.resumed.inc()
         return dataclasses.replace(session, cursor=cursor)
 
     # --- checks and tokens: may run in a thread
@@ -287,6 +289,7 @@ def build_app(
         keys: who may use it; None lets everybody.
     """
     ingress = Ingress(config, streams, tokenizer, metrics, max_context=max_context)
+    only_local = keys is None and config.gateway.auth == "auto" and is_loopback(config.gateway.host)
     app = FastAPI(title="Paceline", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.post("/v1/chat/completions")(ingress.chat)
     app.post("/v1/completions")(ingress.completions)
@@ -300,6 +303,7 @@ def build_app(
         Envelope,
         metrics=metrics,
         keys=keys,
+        only_local=only_local,
         max_body_bytes=config.gateway.max_body_bytes,
         body_timeout_s=config.gateway.client_timeout_s,
         routes=("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/", "/health", "/ready"),
@@ -308,7 +312,7 @@ def build_app(
         config.model.name,
         max_context=max_context,
         vocab_size=tokenizer.vocab_size,
-        needs_key=keys is not None,
+        refusals=[401] if keys is not None else [421] if only_local else [],
     )
     app.openapi = lambda: document  # type: ignore[method-assign]
     return app

@@ -52,6 +52,9 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(431, f"the headers are larger than {MAX_HEADER_BYTES} bytes", "headers_too_large")
             return
         super().data_received(data)
+        is_idle = self.cycle is None or self.cycle.response_complete
+        if is_idle and self._waiting_for_headers is None:  # the rest of a refused body, or nothing at all
+            self._wait_for_headers()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

@@ -24,6 +24,7 @@ _PROBLEMS = {
     409: "The answer that Last-Event-ID names cannot be continued.",
     413: "The body is too large.",
     415: "The body is not announced as plain application/json.",
+    421: "The Host header is no name of this machine for itself.",
     429: "Too many requests; Retry-After says when to come again.",
     500: "The request failed through no fault of its own.",
     503: "No worker is ready.",
@@ -74,8 +75,11 @@ class Health(msgspec.Struct):
     status: str
 
 
-def describe(model: str, *, max_context: int, vocab_size: int, needs_key: bool) -> Tree:
-    """The document for a gateway that serves this model, with this many tokens of context and in its vocabulary."""
+def describe(model: str, *, max_context: int, vocab_size: int, refusals: list[int]) -> Tree:
+    """The document for a gateway that serves this model, with this many tokens of context and in its vocabulary.
+
+    `refusals`: statuses of requests that are not let in, on every path but the probes'.
+    """
     _, requests = models_json_schema(
         [(ChatRequest, "validation"), (CompletionRequest, "validation")], ref_template=_REF.format("{model}")
     )
@@ -99,17 +103,16 @@ def describe(model: str, *, max_context: int, vocab_size: int, needs_key: bool) 
             "version": "1",
             "description": "OpenAI's API for text, and a little more.",
         },
-        "paths": _paths(needs_key),
+        "paths": _paths(refusals),
         "components": {"schemas": schemas},
     }
-    if needs_key:
+    if 401 in refusals:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}]
     return document
 
 
-def _paths(needs_key: bool) -> Tree:
-    refused = [401] if needs_key else []
+def _paths(refusals: list[int]) -> Tree:
     model_id = {
         "name": "model_id",
         "in": "path",
@@ -117,11 +120,11 @@ def _paths(needs_key: bool) -> Tree:
         "schema": {"type": "string", "minLength": 1},
     }
     return {
-        "/v1/chat/completions": {"post": _generate("chat", "ChatRequest", "ChatCompletion", refused)},
-        "/v1/completions": {"post": _generate("completion", "CompletionRequest", "Completion", refused)},
-        "/v1/models": {"get": _get("models", "ModelList", refused)},
+        "/v1/chat/completions": {"post": _generate("chat", "ChatRequest", "ChatCompletion", refusals)},
+        "/v1/completions": {"post": _generate("completion", "CompletionRequest", "Completion", refusals)},
+        "/v1/models": {"get": _get("models", "ModelList", refusals)},
         "/v1/models/{model_id}": {
-            "get": {**_get("model", "Model", [404, *refused]), "parameters": [model_id]}
+            "get": {**_get("model", "Model", [404, *refusals]), "parameters": [model_id]}
         },
         "/health": {"get": {**_get("health", "Health", []), "security": []}},
         "/ready": {"get": {**_get("ready", "Health", [503]), "security": []}},
@@ -132,12 +135,12 @@ def _get(name: str, answer: str, problems: list[int]) -> Tree:
     return {"operationId": name, "responses": {"200": _ok(answer), **_errors(problems)}}
 
 
-def _generate(name: str, request: str, answer: str, refused: list[int]) -> Tree:
+def _generate(name: str, request: str, answer: str, refusals: list[int]) -> Tree:
     ok = _ok(answer)
     ok["content"]["text/event-stream"] = {"itemSchema": _EVENT}
     seed = {"description": "The seed that gives this answer again.", "schema": {"type": "string"}}
     ok["headers"]["x-paceline-seed"] = seed
-    problems = [400, 404, 408, 409, 413, 415, 429, 500, 503, *refused]
+    problems = [400, 404, 408, 409, 413, 415, 429, 500, 503, *refusals]
     return {
         "operationId": name,
         "parameters": [_header("x-request-id", _REQUEST_ID), _header("last-event-id", _LAST_EVENT_ID)],

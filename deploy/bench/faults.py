@@ -40,9 +40,8 @@ from paceline.deploy.bench.traffic import Answer, Ask, Clients, How, expect
 
 _FIRE_LIMIT_S = 20.0
 _BACK_LIMIT_S = 90.0
-ENGINES = ("prefill", "decode", "draft")
-
 _START_LIMIT_S = 240.0
+ENGINES = ("prefill", "decode", "draft")
 _PACELINE = [sys.executable, "-m", "paceline.deploy.cli"]
 
 Say = Callable[[str], None]

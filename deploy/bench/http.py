@@ -27,10 +27,10 @@ import numpy as np
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from paceline.cluster.config import ClusterConfig
+from paceline.cluster.config import ClusterConfig, load_config
 from paceline.cluster.errors import PacelineError
 from paceline.cluster.gateway.text import Tokenizer
-from paceline.cluster.types import SOURCE_NAMES, Request, Sampling
+from paceline.cluster.types import SOURCE_DRAFT, SOURCE_NAMES, Request, Sampling
 from paceline.deploy import local
 from paceline.deploy.bench import clients, inprocess, report
 from paceline.deploy.bench.clients import Answer
@@ -42,6 +42,12 @@ LONG_PROMPT = 1000
 """Tokens of the prompts whose hand-offs are timed."""
 _LONG_OUTPUT = 4
 _LONG_GROUPS = 12
+_DRAFT = SOURCE_NAMES[SOURCE_DRAFT]
+_DRAFTING = ("speculation.control=fixed", "speculation.sources=[draft]")
+"""Every step asks a draft worker, whether it pays on this machine or not: what drafts are worth is told from there."""
+_DRAFTING_STREAMS = 4
+_WAVES = 2
+"""Requests of each client in a block, at least: with one, all begin together and few are left in the end."""
 _SETTLE_S = 10.0
 """For figures to reach control, which workers tell once a second."""
 _PACELINE = [sys.executable, "-m", "paceline.deploy.cli"]
@@ -183,12 +189,14 @@ class Shares:
         """Share of the emitted tokens."""
         return self.by_source[source] / max(1, self.by_source.total())
 
-    def complaints(self) -> list[str]:
+    def complaints(self, *, needs_drafts: bool = False) -> list[str]:
         """Where the requests did not go the way they were meant to."""
         found = []
         if self.remote_prompts < 1:
             ways = ", ".join(f"{name} {num}" for name, num in sorted(self.kv_sources.items()))
             found.append(f"not all prompts came from a prefill worker: {ways}")
+        if needs_drafts and not self.by_source[_DRAFT]:
+            found.append("no token came from a draft worker")
         if self.recoveries:
             found.append(f"{self.recoveries} streams were moved to another worker")
         return found
@@ -220,8 +228,11 @@ class HttpSuite:
             *settings,
         )
         self._say = say
+        config = load_config(None, self._settings)
+        self._threads = config.decode.threads
+        self._speculates = config.speculation.enabled
         self._runner = inprocess.load(self._target)
-        self._make_drafter = inprocess.drafters(self._draft)
+        self._make_drafter = inprocess.drafters(self._draft, config.speculation)
         self._workload = Workload(self._target, seed=options.seed)
         self._tokenizer = Tokenizer(self._target)
         self._told = Shares()
@@ -233,41 +244,52 @@ class HttpSuite:
     def _card(self) -> dict[str, str]:
         options = self._options
         cores = inprocess.thread_counts()[-1]
-        length = f"{options.pairs} pairs of about {options.block_s:g} s a block"
+        length = f"{options.pairs} pairs of {options.block_s:g} s a block, or of {_WAVES} requests a client if that is more"
         versions = ", ".join(f"{name} {number}" for name, number in report.versions().items())
         return {
             "target": self._runner.version,
             "machine": f"{report.cpu_name()}, {cores} cores, shared by cluster, clients and engine",
-            "threads": f"{options.threads} for the decode worker and for the engine; {options.waiting}",
-            "clients": "in this process, raw sockets, answers read when the clock has stopped",
+            "threads": f"{self._threads} for the decode worker and for the engine; {options.waiting}",
+            "clients": "in this process, raw sockets, answers read when the clock has stopped; their share of a core is below",
             "set": " ".join(self._settings[3:]) or "nothing; all defaults",
             "run": f"{length}{'; quick: too few to decide anything' if options.quick else ''}; {versions}",
         }
 
     def measure(self) -> None:
-        """All figures; the cluster is gone when this returns."""
-        self._say("starting the cluster")
-        with serving(self._settings) as served, asyncio.Runner() as loop:
-            self._served, self._loop = served, loop
-            for name in self._options.scenarios or ("domains",):
+        """All figures; no cluster is left when this returns."""
+        with self._cluster(self._settings):
+            for name in self._options.scenarios:
                 for streams in self._options.streams:
                     self._say(f"{name}, {streams} streams")
                     self._scenario(name, streams)
             self._say(f"prompts of {LONG_PROMPT} tokens")
             self._long_prompts()
-            self._say("stopping the cluster")
+        if not self._speculates:
+            return
+        with self._cluster((*self._settings, *_DRAFTING)):
+            self._say(f"domains, {_DRAFTING_STREAMS} streams that always ask a draft worker")
+            self._drafts()
+
+    @contextmanager
+    def _cluster(self, settings: Sequence[str]) -> Iterator[None]:
+        """What the measurements inside ask."""
+        self._say("starting a cluster")
+        with serving(settings) as served, asyncio.Runner() as loop:
+            self._served, self._loop, self._told = served, loop, Shares()
+            yield
+            self._say("stopping it")
 
     # -- over HTTP against the engine --------------------------------------------------------------------
 
     def _scenario(self, name: str, streams: int) -> None:
         options = self._options
-        with inprocess.threads(options.threads):
-            engine = inprocess.new_engine(self._runner, self._make_drafter(self._runner), streams)
-        costs, outputs = _Costs(), dict[str, list[int]]()
-        shares = Shares()
+        with inprocess.threads(self._threads):
+            drafter = self._make_drafter(self._runner) if self._speculates else None
+        engine = inprocess.new_engine(self._runner, drafter, streams)
+        costs, shares, outputs = _Costs(), Shares(), dict[str, list[int]]()
 
         def of_engine(requests: list[Request]) -> inprocess.Tally:
-            with inprocess.threads(options.threads):
+            with inprocess.threads(self._threads):
                 tally = inprocess.generate(engine, requests, streams)
             outputs.clear()
             outputs.update(tally.outputs)
@@ -280,7 +302,7 @@ class HttpSuite:
 
         warm_up = self._workload.requests(name, 1_000_000, max(8, streams), max_tokens=options.max_tokens)
         slower = max(of_engine(warm_up).seconds, of_cluster(warm_up)[0].seconds)
-        num = block_size(slower, len(warm_up), streams, options.block_s)
+        num = max(_WAVES * streams, block_size(slower, len(warm_up), streams, options.block_s))
         before = self._settled()
 
         def engine_block(index: int) -> Count:
@@ -292,11 +314,12 @@ class HttpSuite:
 
         def http_block(index: int) -> Count:
             requests = self._workload.requests(name, index * num, num, max_tokens=options.max_tokens)
-            cpu = self._served.cpu_seconds()
+            cpu, machine = self._served.cpu_seconds(), _machine_seconds()
             count, answers, client_s = of_cluster(requests)
-            costs.add({role: s - cpu[role] for role, s in self._served.cpu_seconds().items()})
-            costs.add({"clients": client_s})
+            spent = {role: s - cpu[role] for role, s in self._served.cpu_seconds().items()}
+            costs.add(spent | {"clients": client_s})
             costs.seconds += count.seconds
+            costs.others_s += _machine_seconds() - machine - sum(spent.values()) - client_s
             for answer in answers:
                 shares.add(answer)
             return count
@@ -353,6 +376,30 @@ class HttpSuite:
                 )
             time.sleep(0.05)
 
+    # -- drafts ------------------------------------------------------------------------------------------
+
+    def _drafts(self) -> None:
+        """Every step asks: what share of the text a draft worker foretells, and how often it is late."""
+        num, streams = (16 if self._options.quick else 96), _DRAFTING_STREAMS
+        self._ask(self._known(1_000_000, 2 * streams), "drafts", streams)
+        before = self._settled()
+        requests, shares = self._known(0, num), Shares()
+        with inprocess.threads(self._threads):
+            outputs = inprocess.generate(
+                inprocess.new_engine(self._runner, None, streams), requests, streams
+            ).outputs
+        answers, _ = self._ask(requests, "drafts", streams)
+        self._compare(requests, answers, outputs)
+        for answer in answers:
+            shares.add(answer)
+        figures = self.report.figures
+        figures["draft.remote.accepted_share"] = Figure.exactly(shares.accepted(_DRAFT))
+        figures["draft.late_share"] = Figure.exactly(late_share(self._settled() - before))
+        self.report.complaints += [f"drafts: {text}" for text in shares.complaints(needs_drafts=True)]
+
+    def _known(self, first: int, num: int) -> list[Request]:
+        return self._workload.requests("domains", first, num, max_tokens=self._options.max_tokens)
+
     # -- hand-offs ---------------------------------------------------------------------------------------
 
     def _long_prompts(self) -> None:
@@ -367,7 +414,7 @@ class HttpSuite:
         before = self._settled()
         for index in range(groups):
             requests = self._long_requests(index * num, num)
-            with inprocess.threads(self._options.threads):
+            with inprocess.threads(self._threads):
                 outputs = inprocess.generate(engine, requests, 1).outputs
             answers, _ = self._ask(requests, "long", 1)
             self._compare(requests, answers, outputs)
@@ -410,10 +457,18 @@ class _Costs:
 
     cpu_s: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+    others_s: float = 0.0
+    """CPU time of everybody else on the machine, meanwhile."""
 
     def add(self, spent: Mapping[str, float]) -> None:
         for name, seconds in spent.items():
             self.cpu_s[name] = self.cpu_s.get(name, 0.0) + seconds
+
+
+def _machine_seconds() -> float:
+    """CPU time of all processes so far."""
+    times = psutil.cpu_times()
+    return float(times.user + times.system)
 
 
 def _row(
@@ -436,5 +491,6 @@ def _row(
         kv_bytes=shares.kv_bytes / shares.num_requests,
         exposed_ms=1e3 * added.mean("kv_exposed_seconds"),
         client_cpu=costs.cpu_s["clients"] / costs.seconds,
+        others_cpu=max(0.0, costs.others_s) / costs.seconds,
         cpu_us={who: 1e6 * seconds / tokens for who, seconds in costs.cpu_s.items()},
     )

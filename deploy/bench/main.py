@@ -125,7 +125,7 @@ def run_http(
         streams=tuple(streams),
         pairs=min(pairs, 3) if quick else pairs,
         max_tokens=min(max_tokens, 64) if quick else max_tokens,
-        block_s=0.1 if quick else 1.0,
+        block_s=0.1 if quick else 2.0,
         samples=0,
         seed=seed,
         peers=False,

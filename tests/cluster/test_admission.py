@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from paceline.cluster.admission import (
@@ -56,7 +57,8 @@ def test_a_digest_covers_what_is_asked_for_and_not_who_asks() -> None:
     def made(name: str = "a", prompt: tuple[int, ...] = (1, 2), seed: int = 1, **how: float) -> Request:
         return Request(name, prompt, Sampling(seed, **how), 5)  # type: ignore[arg-type]
 
-    assert request_digest(made()) == request_digest(made("b", seed=9))
+    salted = msgspec.structs.replace(made(), cache_salt="somebody/")
+    assert request_digest(made()) == request_digest(made("b", seed=9)) == request_digest(salted)
     different = {request_digest(r) for r in (made(), made(prompt=(1, 3)), made(temperature=0.5))}
     assert len(different) == 3
 

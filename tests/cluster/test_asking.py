@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.cluster.asking import Worth
+from paceline.cluster.asking import WaitTime, Worth
 from paceline.cluster.controller import StepCost
 
 FLAT = StepCost([1, 64], [1.0, 1.2])
@@ -88,6 +88,17 @@ def test_nothing_gained_counts_from_the_second_step_on() -> None:
     assert worth.ask_for(["new"], [0.0]) == []
 
 
+def test_a_stream_that_missed_a_step_catches_up_first() -> None:
+    """It was preempted: what its next step takes says nothing about the source."""
+    worth = Worth(FLAT)
+    run(worth, {"a": 4.0, "b": 4.0}, 40)
+    run(worth, {"b": 4.0}, 3)
+    assert worth.ask_for(["a", "b"], [0.0, 0.0]) == [0, 1]
+    worth.asked(100.0, {"a": 0.0, "b": 4.0})
+
+    assert worth.ask_for(["a", "b"], [0.0, 0.0]) == [0, 1]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_mixed_texts_are_served_nearly_as_fast_as_by_one_who_knows_them(seed: int) -> None:
     """Requests one after the other, half of them hopeless: at least 0.93 of the best that any choice could reach."""
@@ -109,3 +120,84 @@ def test_mixed_texts_are_served_nearly_as_fast_as_by_one_who_knows_them(seed: in
         worth.close(str(number))
 
     assert tokens / seconds > 0.93 * best_tokens / best_seconds
+
+
+# --- what asking takes, and what it may take ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first_s", "further_s"), [(0.05, 0.05), (1.0, 0.02), (0.3, 0.1)], ids=["each alone", "flat", "between"]
+)
+def test_the_time_of_any_number_of_streams_is_learnt(first_s: float, further_s: float) -> None:
+    """From steps with few and with many of them; and not forgotten in a long time with one."""
+    wait = WaitTime()
+    numbers = [1, 1, 4, 16, 12, 2, 3, 9, 1, 16] * 10
+    for num in [*numbers, *[1] * 500]:
+        wait.observe(num, first_s + further_s * (num - 1))
+
+    for num in (1, 2, 8, 16):
+        assert wait(num) == pytest.approx(first_s + further_s * (num - 1), rel=0.1)
+    assert wait(0) == 0
+
+
+@pytest.mark.parametrize("further_s", [0.05, 0.01], ids=["each alone", "flat"])
+@pytest.mark.parametrize("num_streams", [1, 4, 16])
+@pytest.mark.parametrize("length", [20, 1000])
+@pytest.mark.parametrize("is_free", [True, False])
+def test_hopeless_texts_cost_two_percent(
+    num_streams: int, length: int, further_s: float, is_free: bool
+) -> None:
+    """However many streams, however short, whatever each adds: what asking takes is bounded by the time served."""
+    cost = StepCost([1, 64], [1.0, 4.0])
+    worth = Worth(cost, is_free=is_free)
+    spent = served = 0.0
+    tried: set[str] = set()
+    for step in range(4000):
+        streams = [f"{step // length}/{i}" for i in range(num_streams)]
+        if step % length == 0:
+            for old in range(num_streams):
+                worth.close(f"{step // length - 1}/{old}")
+        asked = [streams[index] for index in worth.ask_for(streams, [0.0] * num_streams)]
+        served += float(cost(num_streams))
+        if asked:
+            wait_s = 0.05 + further_s * (len(asked) - 1)
+            spent += wait_s
+            tried.update(asked)
+            worth.asked(wait_s, dict.fromkeys(asked, 0.0))
+
+    assert spent <= 0.02 * served + 20 * float(cost(1))
+    if length == 1000:
+        assert len(tried) == 4 * num_streams, "somebody was never tried"
+
+
+def test_asking_that_was_expected_to_pay_and_does_not_is_bounded_as_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Figures that say it is cheap, and it is not: once 160 steps are lost, then 2 % of the time, no more."""
+    monkeypatch.setattr(WaitTime, "observe", lambda self, num, seconds: None)
+    cost = StepCost([1, 64], [1.0, 1.2])
+    worth = Worth(cost)
+    streams = [str(i) for i in range(8)]
+    step_s = float(cost(8))
+    lost = served = 0.0
+    for _ in range(4000):
+        asked = [streams[index] for index in worth.ask_for(streams, [0.0] * 8)]
+        served += step_s
+        if asked:
+            wait_s = 0.5 * step_s * len(asked)
+            lost += wait_s - step_s / 8 * len(asked)
+            worth.asked(wait_s, dict.fromkeys(asked, 1.0))
+
+    assert 0 < lost < 0.02 * served + 160 * step_s
+
+
+def test_a_source_that_pays_on_average_leaves_enough_for_the_trials_of_others() -> None:
+    """Some steps lose time with a source that gains it: after a long time of that new streams are still tried."""
+    generator = np.random.default_rng(3)
+    worth = Worth(FLAT)
+    for _ in range(3000):
+        if worth.ask_for(["long"], [0.0]):
+            worth.asked(0.5, {"long": float(generator.choice([0.0, 0.0, 3.0]))})
+
+    new = [f"new {i}" for i in range(4)]
+    assert set(worth.ask_for(["long", *new], [0.0] * 5)) >= {1, 2, 3, 4}

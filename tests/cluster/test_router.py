@@ -560,6 +560,19 @@ async def test_the_end_of_an_old_life_leaves_the_new_one_listed() -> None:
         assert others(router.directory) == (new,)
 
 
+async def test_the_end_of_an_old_connection_leaves_a_gateway_s_streams_counted() -> None:
+    """One that came back before its old connection's end was seen has said what it runs already."""
+    async with running() as (router, join):
+        await join(D1)
+        old, new = await join(None), await join(None)
+        await ask(new, route("r0"))
+        old.peer.close()
+        await old.until(lambda: old.is_closed)
+        await ask(new, route("r1"))
+
+        assert router._load.streams == {D1.incarnation: 2}
+
+
 async def test_a_message_the_router_has_no_use_for_closes_the_connection() -> None:
     """A peer that mistakes the router for a worker is told by the close."""
     async with running() as (_, join):

@@ -29,6 +29,7 @@ def values(*changes: str) -> dict[str, tuple[str, str]]:
         (("gateway.auth=keys",), "API keys", "needed", "gateway.auth=keys"),
         (("limits.max_context=512",), "context", "512 tokens", "limits.max_context=512"),
         (("limits.max_context=9999",), "context", "2048 tokens", "the model's 2048"),
+        (("decode.kv_memory_mb=2",), "context", "672 tokens", "672 in a decode worker's KV"),
         (("prefill.replicas=0",), "prompts", "decode workers", "prefill.replicas=0"),
         (("speculation.enabled=false",), "drafts", "off", "speculation.enabled=false"),
         (("draft.replicas=0",), "drafts", "suffix", "draft.replicas=0"),

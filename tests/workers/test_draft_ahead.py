@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 
 from paceline.cluster.metrics import Metrics
+from paceline.cluster.scheduler import Stream
 from paceline.cluster.speculation import prefix_hash
-from paceline.cluster.types import DraftOpen, DraftTree, Sampling
+from paceline.cluster.types import DraftOpen, DraftTree, Request, Sampling
 from paceline.workers.draft import DraftEngine
+from paceline.workers.drafters.colocated import ColocatedDrafter
 from paceline.workers.model_runner import ModelRunner
 
 VOCAB = 211
@@ -190,6 +193,29 @@ def test_drafting_ahead_stops_at_the_drafts_context(sure: None, make_runner: Run
 
     assert go_ahead(engine) == 3
     assert engine._streams["greedy"].num_computed == 256
+
+
+def test_levels_with_too_few_alternatives_are_drafted_anew(make_runner: RunnerFactory) -> None:
+    """Asked wide and short, narrow and long, then wide and long: as if it had been asked so from the start."""
+    engine, fresh = (engine_of(make_runner("llama")) for _ in range(2))
+    for one in (engine, fresh):
+        one.open("sampled", opened("sampled", [5, 6, 7], 3))
+    only(engine, "sampled", 2, 4)
+    only(engine, "sampled", 4, 2)
+
+    assert only(engine, "sampled", 4, 4) == only(fresh, "sampled", 4, 4)
+
+
+def test_a_stream_too_long_for_the_draft_is_forgotten(make_runner: RunnerFactory) -> None:
+    """A colocated one, once it is given up: neither its tokens nor its blocks are kept until it ends."""
+    engine = engine_of(make_runner("llama"))
+    drafter = ColocatedDrafter(engine, vocab_size=VOCAB, depth=DEPTH, width=3)
+    request = Request("r", (5,) * 254, SAMPLINGS["greedy"], 20)
+    stream = Stream(request, 0, np.full(274, 5, np.int32), 254, 254, 0)
+    drafter.open(stream)
+
+    assert [drafter.propose([stream]) for _ in range(4)] == [[None]] * 4
+    assert len(engine) == 0 and engine.pool.num_used == 0
 
 
 def test_drafting_ahead_takes_no_block_that_a_stream_holds(sure: None, make_runner: RunnerFactory) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -227,6 +227,35 @@ def test_new_weights_are_tried_at_once(
 
     assert chain.num_asked >= asked + 9
     assert sum(accepted) >= 25
+
+
+class Bill(Controller):
+    """Remembers what asking is said to have cost."""
+
+    def __init__(self, cost: StepCost) -> None:
+        super().__init__(cost)
+        self.charged: list[tuple[str, float]] = []
+
+    def asked(self, name: str, wait_s: float, gained: Mapping[str, float]) -> None:
+        self.charged.append((name, wait_s))
+        super().asked(name, wait_s, gained)
+
+
+@pytest.mark.parametrize("is_free", [True, False])
+def test_a_source_that_is_asked_alone_pays_for_all_that_its_drafts_cause(
+    model_folder: Callable[[str], Path], is_free: bool
+) -> None:
+    """Asking it, choosing from what it found and learning from the outcome: one tick of the clock each."""
+    runner, _ = load_runner(model_folder("llama"), kv_memory_mb=8, block_size=8)
+    request = Request("long", tuple(range(3, 20)), Sampling(seed=1, temperature=1.0), 30)
+    chain = Chain(Engine(runner, token_budget=256, max_streams=8).run([request]))
+    chain.is_free = is_free
+    ticks = iter(range(10**9))
+    bill = Bill(StepCost([1, 64], [100.0, 150.0]))
+    fused = FusedDrafter([chain], bill, clock=lambda: float(next(ticks)))
+    Engine(runner, token_budget=256, max_streams=8, drafter=fused).run([request])
+
+    assert bill.charged and set(bill.charged[:-1]) == {("draft", 3.0)}
 
 
 def test_figures_of_a_run_add_up_by_source(model_folder: Callable[[str], Path]) -> None:

@@ -195,7 +195,7 @@ async def test_each_connection_has_a_key_of_its_own(models: Path) -> None:
         keys = []
         for worker in (decode, other):
             near = await prefill.member.peer_to(worker.member.info)
-            far = next(p for p in worker.member._inbound if p.identity == prefill.member.me and p.is_open)
+            far = next(p for p in worker.member._open if p.identity == prefill.member.me and p.is_open)
             assert near.session_key == far.session_key
             keys.append(near.session_key)
         old = await prefill.member.peer_to(decode.member.info)

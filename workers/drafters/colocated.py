@@ -53,6 +53,7 @@ class ColocatedDrafter(Drafter):
             self._drops[key] = self._drops.get(key, 0) + 1
             if self._drops[key] == _MAX_DROPS:
                 self._known.pop(key)
+                self._engine.close(key)
         found = {tree.request_id: tree for tree in trees}
         return [self._tree(stream, found.get(stream.key)) for stream in streams]
 

@@ -160,11 +160,11 @@ class FusedDrafter(Drafter):
     def _spend_on_all(self, seconds: float) -> None:
         """Time for which there is no reason but that somebody was asked: each of them must be worth it.
 
-        Not free ones, which decide by themselves what they look for.
+        Free ones only where nobody else was: they would be asked all the same.
         """
-        for name in self._spent:
-            if name not in self._trust:
-                self._spent[name] += seconds
+        waited_for = [name for name in self._spent if name not in self._trust]
+        for name in waited_for or self._spent:
+            self._spent[name] += seconds
 
     # -- what came of it ---------------------------------------------------------------------------------
 

@@ -101,6 +101,32 @@ async def test_header_tricks_do_not_open_the_door(
     assert text.rpartition("_")[2] not in str(logged)
 
 
+@pytest.mark.parametrize(
+    ("host", "is_local"),
+    [("localhost", True), ("LOCALHOST:8000", True), ("127.0.0.1:8000", True), ("[::1]:8000", True), ("[::1]", True),
+     ("evil.example", False), ("evil.example:8000", False), ("127.0.0.1.evil.example", False), ("10.0.0.1", False),
+     ("localhost.evil.example", False), ("", False), ("localhost\n", False), ("127.0.0.1:8000:1", False)],
+)  # fmt: skip
+async def test_a_listener_without_keys_answers_to_this_machine_s_names_only(
+    tokenizer: Tokenizer, metrics: Metrics, store: KeyFile, host: str, is_local: bool
+) -> None:
+    """A web page may have its own name stand for 127.0.0.1. Probes, keys and an open door by configuration need no name."""
+    headers = {"host": host}
+    async with inside(tokenizer, metrics, ScriptedStreams(spell(tokenizer, "x"))) as client:
+        paths = ("/v1/models", "/openapi.json", "/nowhere")
+        answers = [await client.get(path, headers=headers) for path in paths]
+        answers.append(await client.post("/v1/completions", json=TEXT, headers=headers))
+        probe = await client.get("/health", headers=headers)
+    async with inside(tokenizer, metrics, ScriptedStreams([]), auth="none") as client:
+        opened = await client.get("/v1/models", headers=headers)
+    async with inside(tokenizer, metrics, ScriptedStreams([]), store) as client:
+        keyed = await client.get("/v1/models", headers=headers)
+
+    assert [answer.status_code for answer in answers] == ([200, 200, 404, 200] if is_local else [421] * 4)
+    assert is_local or error_of(answers[0], 421)["code"] == "misdirected_request"
+    assert (probe.status_code, opened.status_code, keyed.status_code) == (200, 200, 401)
+
+
 async def test_an_unreadable_store_lets_nobody_in(
     tokenizer: Tokenizer, metrics: Metrics, store: KeyFile
 ) -> None:

@@ -16,7 +16,7 @@ from paceline.cluster.gateway.text import Tokenizer
 from paceline.cluster.metrics import Metrics
 from scripted_gateway import TEXT, listening, running, spell
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 BODY = json.dumps(TEXT).encode()
 
 
@@ -63,11 +63,11 @@ def length(num: int) -> bytes:
     [
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
         b"NONSENSE\r\n\r\n",
-        b"FOO /v1/models HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"GET /v1/models HTTP/9.9\r\nHost: x\r\n\r\n",
-        b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"GET /v1/models HTTP/1.1\r\nHost: x\r\nbad header: x\r\n\r\n",
-        b"GET /v1/models HTTP/1.1\r\nHost: x\r\nx: a\x00b\r\n\r\n",
+        b"FOO /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /v1/models HTTP/9.9\r\nHost: localhost\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nbad header: x\r\n\r\n",
+        b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nx: a\x00b\r\n\r\n",
         HEAD + length(len(BODY)) + length(len(BODY)) + b"\r\n" + BODY,
         HEAD + length(len(BODY)) + length(len(BODY) + 1) + b"\r\n" + BODY,
         HEAD + b"Content-Length: -1\r\n\r\n",
@@ -131,6 +131,28 @@ async def test_a_large_body_ends_its_connection(tokenizer: Tokenizer, metrics: M
     assert (declared, chunked, body["error"]["code"]) == (413, 413, "body_too_large")
 
 
+@pytest.mark.parametrize("trickle", [b"\r\n", b"1\r\n \r\n"])
+async def test_a_connection_without_a_request_is_not_kept_open(
+    tokenizer: Tokenizer, metrics: Metrics, trickle: bytes
+) -> None:
+    """Behind an answer may come empty lines, or more of a body that nobody reads: neither is a request."""
+    head = HEAD.replace(b"application/json", b"text/plain") + b"Transfer-Encoding: chunked\r\n\r\n"
+    first = head + b"0\r\n\r\n" if trickle == b"\r\n" else head
+    async with listening(tokenizer, metrics, ScriptedStreams([]), client_timeout_s=0.5) as url:
+        address = httpx.URL(url)
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        writer.write(first)
+        received = bytearray()
+        reading = asyncio.create_task(collect(reader, received))
+        async with asyncio.timeout(5):
+            while not reading.done():
+                writer.write(trickle)
+                await asyncio.sleep(0.05)
+        writer.close()
+
+    assert received.startswith(b"HTTP/1.1 415 ")
+
+
 async def test_a_client_that_does_not_read_is_left() -> None:
     """Its answer is not kept for it until TCP gives up: the application hears that it is gone."""
     gone = asyncio.Event()
@@ -147,7 +169,7 @@ async def test_a_client_that_does_not_read_is_left() -> None:
         address = httpx.URL(url)
         with socket.socket() as deaf:
             deaf.connect((address.host, address.port))
-            deaf.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            deaf.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
             async with asyncio.timeout(10):
                 await gone.wait()
 

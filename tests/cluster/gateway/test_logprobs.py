@@ -88,7 +88,7 @@ def ask(tokenizer: Tokenizer) -> Any:
         app = build_app(ClusterConfig(), streams, tokenizer, Metrics(), max_context=60_000)
         transport = httpx.ASGITransport(app)
         return openai.AsyncOpenAI(
-            base_url="http://gateway/v1",
+            base_url="http://localhost/v1",
             api_key="none",
             max_retries=0,
             http_client=httpx.AsyncClient(transport=transport),

@@ -103,10 +103,12 @@ async def test_a_stream_cut_anywhere_goes_on_without_losing_or_repeating_a_chara
     assert told(events)[0]["text"]
 
     for cut in range(1, len(events) + 1):
-        async with inside(tokenizer, Metrics(), chunked(tokenizer, 1000 + cut)) as other:
+        metrics = Metrics()
+        async with inside(tokenizer, metrics, chunked(tokenizer, 1000 + cut)) as other:
             rest, is_done = await stream(other, path, body, last=events[cut - 1][0])
         assert is_done
         assert told([*events[:cut], *rest]) == told(events)
+        assert metrics.registry.get_sample_value("paceline_streams_resumed_total") == 1
 
 
 async def test_a_stream_can_be_cut_again_and_again(tokenizer: Tokenizer) -> None:
