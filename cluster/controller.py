@@ -26,7 +26,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 class StepCost:
-    """Rows of a step -> seconds: measured at start, scaled by what steps take now (context, neighbours)."""
+    """Rows of a step -> seconds: measured at start, corrected by what steps take (context, neighbours)."""
 
     def __init__(self, rows: Sequence[int], seconds: Sequence[float]) -> None:
         order = np.argsort(rows)
@@ -45,9 +45,20 @@ class StepCost:
         return np.asarray(inside * self._scale)
 
     def observe(self, rows: int, seconds: float) -> None:
-        """A step took this long."""
-        ratio = seconds / float(self(rows)) * self._scale
-        self._scale += 0.05 * (min(max(ratio, 0.2), 5.0) - self._scale)
+        """A step took this long: the scale follows, and the table where it was wrong about so many rows.
+
+        A table measured beside a busy neighbour may be flat where steps are not, and would be believed for ever.
+        """
+        ratio = min(max(seconds / float(self(rows)), 0.2), 5.0)
+        self._scale += 0.05 * (ratio - 1.0) * self._scale
+        right = int(np.searchsorted(self.rows, rows))
+        near = sorted({max(0, right - 1), min(right, len(self.rows) - 1)})
+        gaps = np.abs(self.rows[near] - rows)
+        weights = 1.0 - gaps / gaps.sum() if gaps.sum() > 0 else np.ones(len(near))
+        self.seconds[near] *= 1.0 + 0.02 * weights * (ratio - 1.0)  # slower: the scale comes first
+        # Neighbours give way: more rows never cost less.
+        self.seconds[: near[-1]] = np.minimum(self.seconds[: near[-1]], self.seconds[near[-1]])
+        self.seconds[near[0] :] = np.maximum(self.seconds[near[0] :], self.seconds[near[0]])
 
 
 _EDGES = np.asarray([0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95])

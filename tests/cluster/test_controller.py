@@ -134,6 +134,19 @@ class Traffic:
 STEEP = StepCost([1, 64], [1.0, 20.0])
 
 
+def test_a_table_that_was_measured_wrong_is_corrected_by_the_steps() -> None:
+    """Flat at the start because a neighbour was busy: the rise is learnt from steps of two sizes, whatever the noise."""
+    generator = np.random.default_rng(0)
+    cost = StepCost([1, 2, 4, 8, 16, 32], [5.0] * 6)
+    for _ in range(1500):
+        rows = int(generator.choice([4, 12]))
+        cost.observe(rows, (1.0 + 0.1 * rows) * float(generator.uniform(0.8, 1.25)))
+
+    assert float(cost(12)) / float(cost(4)) == pytest.approx(2.2 / 1.4, rel=0.15)
+    assert float(cost(4)) == pytest.approx(1.4, rel=0.2)
+    assert (np.diff(cost(np.arange(1, 64))) >= 0).all()
+
+
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("cost, speed", [(FLAT, 1.8), (STEEP, 1.4)])
 def test_a_draft_that_became_good_unannounced_is_found_within_two_of_the_longest_pauses(
