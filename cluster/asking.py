@@ -6,8 +6,9 @@ is new, and again after 16, 32 ... 512 steps as long as asking does not pay for 
 not asked has to catch up first and only then shows what it can do.
 
 Trials are paid from a budget: 2 % of the time that is served, and a tenth of what asking saves. Each is charged what
-it took, and so is asking that was expected to pay and did not. So text that nobody can draft is slower by 2 % at most,
-however many its streams are and however short, and where drafts help every new stream is tried.
+it took, and so is asking that was expected to pay and did not. So asking in vain takes 2 % of the time at most,
+however many streams there are and however short, and where drafts help every new stream is tried. What nodes cost in the
+forward is not in that budget: it is as well known as the table of step costs.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from paceline.cluster.blocks import chain_hash
+
 MARK_BYTES = 8
 MAX_MARKS = 512
 """Of one prompt: what is behind that many blocks counts as not cached."""
@@ -27,13 +29,12 @@ def prefix_marks(token_ids: Sequence[int], block_size: int, salt: str) -> bytes:
     The last token's block is left out: its logits have to be computed.
     """
     num_blocks = min(MAX_MARKS, (len(token_ids) - 1) // block_size)
-    data = np.asarray(token_ids[: num_blocks * block_size], np.int32).tobytes()
-    mark = hashlib.blake2b(salt.encode(), digest_size=MARK_BYTES).digest()
-    size = 4 * block_size
+    ids = np.asarray(token_ids[: num_blocks * block_size], np.int32)
+    parent = hashlib.blake2b(salt.encode(), digest_size=MARK_BYTES).digest()
     marks = []
-    for start in range(0, num_blocks * size, size):
-        mark = hashlib.blake2b(mark + data[start : start + size], digest_size=MARK_BYTES).digest()
-        marks.append(mark)
+    for start in range(0, len(ids), block_size):
+        parent = chain_hash(parent, ids[start : start + block_size])
+        marks.append(parent[:MARK_BYTES])
     return b"".join(marks)
 
 

@@ -1,13 +1,13 @@
 """A few tokens of a small Llama-like decoder -> logits: every layer and the head in one compiled loop (CPU, numba).
 
-A draft model of a million parameters is read from the cache in 0.1 ms, but its ten products cost 0.02 ms each before
-they begin, and its other operations as much again. Here nothing is called between the token and its logits, and the
+A draft model of a million parameters is read from the cache in 0.1 ms, but each of its products costs 0.02 ms before
+it begins, and its other operations as much again. Here nothing is called between the token and its logits, and the
 weights are read as bfloat16, half the bytes. A product is a dot product for each output and row, so time grows with
 the rows: for few of them only. The plain twin is `paceline.workers.lean`; sums run in another order, so the last bits
 differ, which a draft may do and a target may not.
 
-Measured on one core of a Xeon (Sapphire Rapids), 192 -> 4096 in bfloat16: 53 us for one row, 98 for two, 184 for four,
-where oneDNN takes 140 us in float32 for any of them; 192 -> 320: 4 us for one row, where oneDNN takes 20.
+Measured on one core of a Xeon (AVX-512) that others use too, 192 -> 4096 in bfloat16: 50 us for one row, 73 for two, 135
+for four, where oneDNN takes 140 us in float32 for any of them; 192 -> 320: 4 us for one row, where oneDNN takes 20.
 
 Legend: R rows, L layers, E hidden size, I intermediate size, H query heads, G KV heads, D head size, V vocabulary.
 """

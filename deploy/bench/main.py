@@ -19,7 +19,9 @@ from paceline.cluster.config import DecodeConfig, model_folder
 from paceline.cluster.pair import check_pair
 
 if TYPE_CHECKING:
+    from paceline.deploy.bench.http import HttpSuite
     from paceline.deploy.bench.inprocess import DrafterFactory
+    from paceline.deploy.bench.suite import Suite
 
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
 """Idle threads sleep, as in the cluster's workers: where cores are shared, spinning costs far more than it saves."""
@@ -76,17 +78,7 @@ def run(
     folders = model_folder(target), model_folder(draft)
     check_pair(*folders)
     with _quiet_loading(), _speaker(err) as say:
-        suite = Suite(folders, options, drafter, say)
-        suite.report.show_card(out)
-        try:
-            suite.measure()
-        except KeyboardInterrupt:
-            suite.report.is_interrupted = True
-    suite.report.show(out)
-    found = suite.report.as_json()
-    if json_path is not None:
-        json_path.write_text(json.dumps(found) + "\n")
-    return found
+        return _measure(Suite(folders, options, drafter, say), out, json_path)
 
 
 def run_http(
@@ -136,12 +128,16 @@ def run_http(
     folders = model_folder(target), model_folder(draft)
     check_pair(*folders)
     with _quiet_loading(), _speaker(err) as say:
-        suite = HttpSuite(folders, options, settings, say)
-        suite.report.show_card(out)
-        try:
-            suite.measure()
-        except KeyboardInterrupt:
-            suite.report.is_interrupted = True
+        return _measure(HttpSuite(folders, options, settings, say), out, json_path)
+
+
+def _measure(suite: Suite | HttpSuite, out: Console, json_path: Path | None) -> dict[str, Any]:
+    """Card, measurements, tables, JSON; what there is of them if the user interrupts."""
+    suite.report.show_card(out)
+    try:
+        suite.measure()
+    except KeyboardInterrupt:
+        suite.report.is_interrupted = True
     suite.report.show(out)
     found = suite.report.as_json()
     if json_path is not None:
