@@ -10,26 +10,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from paceline.cluster.errors import ConfigError
+from paceline.cluster.learning.config import LearningConfig
+from paceline.cluster.section import Cpus, Port, Resources, Seconds, Section, Threads
 from paceline.cluster.types import SOURCE_NAMES
 
 DRAFT_SOURCES = SOURCE_NAMES[1:]
 """Names of the drafters that `speculation.sources` may ask; tokens and figures carry the same names."""
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, and an unknown key is an error rather than a silent nothing."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-Port = Annotated[int, Field(ge=0, le=65535)]
-Seconds = Annotated[float, Field(gt=0, le=86400)]
-Threads = Annotated[int, Field(ge=1, le=256)]
-Resources = dict[str, Annotated[float, Field(gt=0, le=1024)]]
-Cpus = Annotated[float, Field(gt=0, le=256)]
 
 
 class ModelConfig(Section):
@@ -70,7 +59,7 @@ class GatewayConfig(Section):
     """Where API keys are kept, as hashes. auto: keys.json in PACELINE_HOME."""
     num_cpus: Cpus = 0.1
     """Ray's share for placement, not a limit."""
-    resources: Resources = {}
+    resources: Resources = Field({})
     """Custom Ray resources it takes, to choose its node: {"node:__internal_head__": 0.001} is the head."""
 
 
@@ -98,7 +87,7 @@ class EngineConfig(Section):
     """Tokens in one step: decode nodes first, prefill chunks fill the rest."""
     num_gpus: Annotated[float, Field(ge=0, le=256)] = 0.0
     """Ray's share of GPUs for placement."""
-    resources: Resources = {}
+    resources: Resources = Field({})
     """Custom Ray resources that a replica takes: nodes that offer them get this role, for example {decode_node: 1}."""
     max_per_node: Annotated[int, Field(ge=0, le=1024)] = 0
     """Replicas of this role on one node, at most; 1 spreads them so that a node's death costs one. 0: no limit."""
@@ -124,6 +113,13 @@ class DraftConfig(EngineConfig):
     """Memory of the draft's own KV pool; a draft has fewer and smaller layers than its target."""
 
 
+class TrainerConfig(EngineConfig):
+    """Workers that train drafts: only where `learning.enabled`. They yield to everybody else."""
+
+    replicas: Annotated[int, Field(ge=0, le=1)] = 1
+    """0 leaves capture, figures and roll-out by hand."""
+
+
 class ControlConfig(Section):
     """The operator's listener: /metrics and /admin/api."""
 
@@ -133,7 +129,7 @@ class ControlConfig(Section):
     """0 picks a free port, printed at start."""
     num_cpus: Cpus = 0.05
     """Ray's share for placement, not a limit."""
-    resources: Resources = {}
+    resources: Resources = Field({})
     """As for the gateway."""
 
 
@@ -153,7 +149,7 @@ class SpeculationConfig(Section):
     """Upper bound on waiting for a remote draft in one step. The wait follows the measured round trip; a draft
     worker that misses is not waited for again until it answers in time."""
 
-    sources: list[str] = ["suffix", "draft"]
+    sources: list[str] = Field(["suffix", "draft"])
     """Who proposes, in the order in which they are asked. suffix: copies from the stream's own past, prompt and answer,
     found while the draft worker works. draft: the draft workers."""
     control: Literal["fixed", "measured"] = "measured"
@@ -245,11 +241,13 @@ class ClusterConfig(Section):
     prefill: PrefillConfig = PrefillConfig()
     decode: DecodeConfig = DecodeConfig()
     draft: DraftConfig = DraftConfig()
+    trainer: TrainerConfig = TrainerConfig()
     control: ControlConfig = ControlConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     link: LinkConfig = LinkConfig()
     kv: KVConfig = KVConfig()
     limits: LimitsConfig = LimitsConfig()
+    learning: LearningConfig = LearningConfig()
 
 
 class Secrets(Section):

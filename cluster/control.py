@@ -6,6 +6,7 @@ One replica, its own listener, loopback by default. Serving never waits for it.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Response
@@ -51,6 +52,9 @@ class Control:
 
     def on_directory(self, directory: Directory) -> None:
         self._directory = directory
+
+    def reports(self) -> Sequence[Message]:
+        return ()
 
     # -- HTTP --------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -40,6 +40,9 @@ class Resident(Protocol):
         ...
 
     def on_directory(self, directory: Directory) -> None: ...
+    def reports(self) -> Sequence[Message]:
+        """What control is told each second besides metrics."""
+        ...
 
 
 def _dialed(dial: asyncio.Task[wire.Peer] | None) -> wire.Peer | None:
@@ -219,3 +222,5 @@ class Member:
             except WireError:
                 continue
             peer.send(Snapshot(self.info, self._resident.metrics_text()))
+            for report in self._resident.reports():
+                peer.send(report)

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, ValidationError, model_validator
 
-from paceline.cluster.config import Section
 from paceline.cluster.errors import ConfigError
+from paceline.cluster.section import Section
 
 FloatArray = npt.NDArray[np.float64]
 Positive = Annotated[float, Field(gt=0, le=1e18)]

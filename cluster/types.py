@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-Role = Literal["gateway", "router", "prefill", "decode", "draft", "control"]
+Role = Literal["gateway", "router", "prefill", "decode", "draft", "trainer", "control"]
 State = Literal["starting", "ready", "draining"]
 FinishReason = Literal["stop", "length", "error"]
 
@@ -88,6 +88,12 @@ class Request(Struct, frozen=True):
     """Lower runs earlier and is preempted later; equal ones go by arrival."""
     cache_salt: str = ""
     """Only streams with the same salt share KV of equal prefixes: others could tell from the time it takes."""
+    tenant: str = ""
+    """Whose request it is: the tenant of its API key, or "local" where no keys are asked for."""
+    domain: str = ""
+    """What it is about, if the client says so (`metadata.domain`): drafts and figures may be kept apart by it."""
+    capture: bool = False
+    """Operator, tenant and request agree that it may be kept for training. False: nothing of it outlives it."""
 
     @property
     def needs_prompt_logits(self) -> bool:
@@ -411,6 +417,9 @@ class DraftOpen(Struct, frozen=True):
     """The request's: its minimum length holds them back."""
     cache_salt: str = ""
     """The request's."""
+    tenant: str = ""
+    domain: str = ""
+    """These two are the request's: they choose the draft."""
 
 
 class DraftAdvance(Struct, frozen=True):
@@ -448,6 +457,8 @@ class DraftTree(Struct, frozen=True):
     parents: tuple[int, ...]
     scores: tuple[float, ...]
     """Draft probability of the node given its parent."""
+    version: str = ""
+    """Of the weights that drafted it."""
 
 
 class Drafts(Struct, frozen=True):
@@ -455,8 +466,140 @@ class Drafts(Struct, frozen=True):
 
     step: int
     version: str
+    """The one that is live: what new streams get."""
     trees: tuple[DraftTree, ...]
     unknown: tuple[str, ...] = ()
+
+
+# --- learning -------------------------------------------------------------------------------------------
+#
+# Control says what should be, each second and on every change; workers say what is. Nothing is a command that could
+# be lost: whoever starts anew, or was cut off, is brought to the state of the day by the next message.
+
+
+class DraftRef(Struct, frozen=True):
+    """A version of a draft model and where its weights lie."""
+
+    version: str
+    """Content hash (12 hex digits) of the weights."""
+    url: str
+    """fsspec URL or path of its folder: config.json and model.safetensors; "" is the draft of the configuration."""
+    sha256: str = ""
+    """Of model.safetensors, hex; "" is not checked."""
+
+
+class DraftPlan(Struct, frozen=True):
+    """control -> draft worker: the versions to hold, and who drafts for whom."""
+
+    revision: int
+    """Grows with every change, over restarts of control too."""
+    target: str
+    """Version of the target that all of them were trained for."""
+    resident: tuple[DraftRef, ...]
+    """To be in memory, newest first."""
+    live: str
+    """Version for all streams that nothing else is said of."""
+    canary: str = ""
+    canary_share: float = 0.0
+    """Of the live version's streams, chosen by their request id, that get `canary`."""
+    routes: tuple[tuple[str, str], ...] = ()
+    """(tenant:NAME or domain:NAME, version), before `live`; the first that fits counts."""
+
+
+class DraftStatus(Struct, frozen=True):
+    """draft worker -> control, on every change and each second."""
+
+    worker_id: str
+    revision: int
+    """Of the plan that is in force here."""
+    target: str
+    resident: tuple[str, ...]
+    live: str
+    canary: str = ""
+    refused: tuple[tuple[str, str], ...] = ()
+    """(version, reason): what was asked for and will not be served."""
+    swap_ms: float = 0.0
+    """What the last change of the live version kept drafting waiting."""
+
+
+class ServedStream(Struct, frozen=True):
+    """Figures of a stream that ended: counts and times, nothing of its text."""
+
+    request_id: str
+    tenant: str
+    domain: str
+    draft_version: str
+    """The latest that drafted for it; "" if none did."""
+    num_tokens: int
+    num_steps: int
+    """Steps that emitted tokens."""
+    tested: tuple[int, ...] = ()
+    """By depth, from 1: steps in which a draft model's node stood there and its parent was accepted."""
+    accepted: tuple[int, ...] = ()
+    """By depth: how many of those nodes' places were filled by what the draft model proposed."""
+    seconds: float = 0.0
+    """First to last token."""
+    max_gap_s: float = 0.0
+    """The longest time between two of its steps."""
+    temperature: float = 1.0
+
+
+class Served(Struct, frozen=True):
+    """decode -> control, each second: streams that ended. `num_left_out` did not fit."""
+
+    worker_id: str
+    items: tuple[ServedStream, ...]
+    num_left_out: int = 0
+
+
+TrainLevel = Literal["normal", "throttle", "pause", "evict"]
+TrainState = Literal["idle", "loading", "training", "scoring", "paused", "done", "failed"]
+
+
+class TrainOrder(Struct, frozen=True):
+    """One run: train a draft further on what was captured, or score versions on what was held out."""
+
+    run_id: str
+    kind: Literal["train", "score"]
+    base: DraftRef
+    """Trained further; when scoring, the champion."""
+    candidate: DraftRef | None = None
+    """When scoring."""
+    tag: str = ""
+    """tenant:NAME or domain:NAME: only what carries it counts; "" is everything."""
+    settings: bytes = b"{}"
+    """JSON: what of `learning.train` or `learning.gate` is different for this run."""
+
+
+class TrainerPlan(Struct, frozen=True):
+    """control -> trainer: what to work on, and how much it may take."""
+
+    revision: int
+    level: TrainLevel
+    order: TrainOrder | None = None
+    """None: stop, and forget what is not published."""
+
+
+class TrainerStatus(Struct, frozen=True):
+    """trainer -> control, on every change and each second."""
+
+    worker_id: str
+    revision: int
+    run_id: str = ""
+    state: TrainState = "idle"
+    level: TrainLevel = "normal"
+    step: int = 0
+    num_steps: int = 0
+    num_tokens: int = 0
+    loss: float = 0.0
+    seconds: float = 0.0
+    """Of wall time in this run, pauses left out."""
+    cpu_s: float = 0.0
+    result: DraftRef | None = None
+    """The published version, when training is done."""
+    report: bytes = b""
+    """JSON: figures of the run; when scoring, the gate's report."""
+    error: str = ""
 
 
 # --- everyone -> control --------------------------------------------------------------------------------
@@ -503,5 +646,5 @@ class Ping(Struct, frozen=True):
 Message = (
     Register | Directory | Route | Assignment | Progress | Quarantine | Generate | Prefill | PrefillLost | Cancel | Deltas
     | Reserve | Grant | Refuse | KVReady | Credit | Commit | CommitAck | Abort
-    | DraftAsk | Drafts | Snapshot | Hello | Welcome | Proof | Ping
+    | DraftAsk | Drafts | DraftPlan | DraftStatus | Served | TrainerPlan | TrainerStatus | Snapshot | Hello | Welcome | Proof | Ping
 )  # fmt: skip

@@ -266,16 +266,21 @@ def profile(
 @app.command()
 def explain() -> None:
     """List every configuration field with its default and meaning."""
-    for field_name, section in ClusterConfig.model_fields.items():
-        out.print(f"[bold]{field_name}[/bold]")
-        kind = section.annotation
-        assert isinstance(kind, type) and issubclass(kind, BaseModel)
-        for name, field in kind.model_fields.items():
-            text = " ".join((field.description or "").split())
-            out.print(f"  {field_name}.{name} = {field.default!r}", style="cyan", markup=False)
-            if text:
-                out.print(f"      {text}", markup=False)
+    for name, section in ClusterConfig.model_fields.items():
+        out.print(f"[bold]{name}[/bold]")
+        _explain_section(name, section.annotation)
     out.print(f"presets: {', '.join(presets())}")
+
+
+def _explain_section(path: str, section: object) -> None:
+    assert isinstance(section, type) and issubclass(section, BaseModel)
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            _explain_section(f"{path}.{name}", field.annotation)
+            continue
+        out.print(f"  {path}.{name} = {field.default!r}", style="cyan", markup=False)
+        if text := " ".join((field.description or "").split()):
+            out.print(f"      {text}", markup=False)
 
 
 @app.command()

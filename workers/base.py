@@ -12,7 +12,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -236,3 +236,6 @@ class Worker:
 
     def on_directory(self, directory: Directory) -> None:
         return
+
+    def reports(self) -> Sequence[Message]:
+        return ()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -190,6 +190,9 @@ class ClusterStreams:
             digests = self._quarantine.living(time.monotonic())
             if digests:
                 router.send(QuarantineNotice(digests))
+
+    def reports(self) -> Sequence[Message]:
+        return ()
 
     def _tell(self, message: Progress | QuarantineNotice) -> None:
         """The router, if there is one; another will be told by `on_directory`."""

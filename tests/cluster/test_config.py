@@ -1,5 +1,6 @@
 """Presets, files, settings and the environment -> a config, or an error that names field, value and range."""
 
+import operator
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,17 @@ from paceline.cluster.errors import ConfigError
 def fields() -> Iterator[tuple[str, FieldInfo]]:
     """`section.field` of everything that can be set."""
     for section, info in ClusterConfig.model_fields.items():
-        assert isinstance(info.annotation, type) and issubclass(info.annotation, Section)
-        for name, field in info.annotation.model_fields.items():
-            yield f"{section}.{name}", field
+        yield from fields_of(section, info.annotation)
+
+
+def fields_of(path: str, section: object) -> Iterator[tuple[str, FieldInfo]]:
+    """Those of one section and of the sections in it."""
+    assert isinstance(section, type) and issubclass(section, Section)
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from fields_of(f"{path}.{name}", field.annotation)
+        else:
+            yield f"{path}.{name}", field
 
 
 def limits(field: FieldInfo) -> dict[str, float]:
@@ -43,8 +52,7 @@ def outside() -> Iterator[tuple[str, Any, dict[str, float]]]:
 
 
 def at(config: ClusterConfig, name: str) -> Any:
-    section, field = name.split(".")
-    return getattr(getattr(config, section), field)
+    return operator.attrgetter(name)(config)
 
 
 def error_of(*settings: str, source: str | Path | None = None) -> str:

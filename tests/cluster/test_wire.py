@@ -161,6 +161,9 @@ def test_every_struct_is_a_message_or_part_of_one() -> None:
         types.Logprobs,
         types.HeadRange,
         types.KVPart,
+        types.DraftRef,
+        types.ServedStream,
+        types.TrainOrder,
     }
 
     assert structs - parts == set(KINDS)
