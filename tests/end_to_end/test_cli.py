@@ -52,13 +52,12 @@ def test_ctrl_c_ends_the_foreground_cluster_and_nothing_else(
     environment = {**os.environ, "PACELINE_HOME": str(tmp_path)}
     arguments = ["serve", "--port", "0", "--set", "control.port=0", "--set", "draft.replicas=0"]
     process = subprocess.Popen(
-        [*PACELINE, *arguments],
+        # Whoever started the tests in the background of a script told them to ignore it, and children inherit that.
+        ["env", "--default-signal=INT", *PACELINE, *arguments],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        # Whoever started the tests in the background of a script told them to ignore it, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     lines: list[str] = []
