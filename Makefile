@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --only-binary=:all:
 PACKAGES := cluster workers kernels deploy
 
-.PHONY: help serve stop dev install check test test-all test-gpu types bench models clean
+.PHONY: help serve stop dev install check test test-all test-gpu types bench models dashboard clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ bench: install ## measure this machine: a card, one ratio table, one JSON line
 
 models: install ## train the bundled pair of models again, into deploy/models/bundled
 	$(BIN)/python -m paceline.deploy.models.build --out deploy/models/bundled $(ARGS)
+
+dashboard: ## build the dashboard into cluster/admin/static; needs Node 20.19 or newer, which running it does not
+	cd dashboard && npm ci --no-audit --no-fund && npm run build
 
 clean: ## remove build outputs and caches; the environment stays
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov

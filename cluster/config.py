@@ -59,7 +59,7 @@ class GatewayConfig(Section):
     """Where API keys are kept, as hashes. auto: keys.json in PACELINE_HOME."""
     num_cpus: Cpus = 0.1
     """Ray's share for placement, not a limit."""
-    resources: Resources = Field({})
+    resources: Resources = Field(default={})
     """Custom Ray resources it takes, to choose its node: {"node:__internal_head__": 0.001} is the head."""
 
 
@@ -87,7 +87,7 @@ class EngineConfig(Section):
     """Tokens in one step: decode nodes first, prefill chunks fill the rest."""
     num_gpus: Annotated[float, Field(ge=0, le=256)] = 0.0
     """Ray's share of GPUs for placement."""
-    resources: Resources = Field({})
+    resources: Resources = Field(default={})
     """Custom Ray resources that a replica takes: nodes that offer them get this role, for example {decode_node: 1}."""
     max_per_node: Annotated[int, Field(ge=0, le=1024)] = 0
     """Replicas of this role on one node, at most; 1 spreads them so that a node's death costs one. 0: no limit."""
@@ -118,6 +118,8 @@ class TrainerConfig(EngineConfig):
 
     replicas: Annotated[int, Field(ge=0, le=1)] = 1
     """0 leaves capture, figures and roll-out by hand."""
+    priority: Literal["idle", "normal"] = "idle"
+    """idle: training gets what cores have left over, on a busy node nothing. normal: for a node of its own."""
 
 
 class ControlConfig(Section):
@@ -129,7 +131,7 @@ class ControlConfig(Section):
     """0 picks a free port, printed at start."""
     num_cpus: Cpus = 0.05
     """Ray's share for placement, not a limit."""
-    resources: Resources = Field({})
+    resources: Resources = Field(default={})
     """As for the gateway."""
 
 
@@ -149,7 +151,7 @@ class SpeculationConfig(Section):
     """Upper bound on waiting for a remote draft in one step. The wait follows the measured round trip; a draft
     worker that misses is not waited for again until it answers in time."""
 
-    sources: list[str] = Field(["suffix", "draft"])
+    sources: list[str] = Field(default=["suffix", "draft"])
     """Who proposes, in the order in which they are asked. suffix: copies from the stream's own past, prompt and answer,
     found while the draft worker works. draft: the draft workers."""
     control: Literal["fixed", "measured"] = "measured"
@@ -249,12 +251,19 @@ class ClusterConfig(Section):
     limits: LimitsConfig = LimitsConfig()
     learning: LearningConfig = LearningConfig()
 
+    @property
+    def has_trainer(self) -> bool:
+        """Whether drafts are trained at all."""
+        return self.learning.enabled and self.trainer.replicas > 0
+
 
 class Secrets(Section):
     """Made at start, kept out of files that people share; travels only inside Ray's own arguments."""
 
     link: bytes = Field(repr=False)
     """Proves one worker to another and keys the KV digests."""
+    admin: bytes = Field(default=b"", repr=False)
+    """SHA-256 of the key that operators show Control; empty if there is none, and then nobody signs in."""
 
     @classmethod
     def create(cls) -> Secrets:

@@ -1,23 +1,43 @@
-"""Worker snapshots and the directory -> /metrics and /admin/api/status on the operator's port.
+"""Worker snapshots and the directory -> /metrics and /admin/api/status on the operator's port; plans of the learning loop.
 
 One replica, its own listener, loopback by default. Serving never waits for it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import FastAPI, Response
+import structlog
+from fastapi import FastAPI
 
 from paceline.cluster import failpoints, wire
+from paceline.cluster.admin.app import build_admin_app
 from paceline.cluster.config import ClusterConfig
+from paceline.cluster.learning.loop import LearningLoop
+from paceline.cluster.learning.storage import home
 from paceline.cluster.metrics import Metrics, merge
-from paceline.cluster.types import Directory, Message, Snapshot, WorkerInfo
+from paceline.cluster.registry.registry import Registry
+from paceline.cluster.types import (
+    Directory,
+    DraftStatus,
+    Message,
+    Role,
+    Served,
+    Snapshot,
+    TrainerStatus,
+    WorkerInfo,
+)
+
+log = structlog.get_logger(__name__)
 
 _STALE_S = 5.0
 """A worker that pushed nothing for this long is left out."""
+_TICK_S = 0.25
+_PLAN_S = 1.0
+"""Plans are said again so often: whoever began anew, or was cut off, hears them soon."""
 
 
 class Control:
@@ -28,6 +48,63 @@ class Control:
         self._metrics = Metrics()
         self._snapshots: dict[str, tuple[float, Snapshot]] = {}
         self._directory = Directory(0, ())
+        self.loop: LearningLoop | None = None
+        """Where learning is on."""
+        self._peers: dict[str, tuple[Role, wire.Peer]] = {}
+        """Draft workers and the trainer, by worker id."""
+        self._ticking: asyncio.Task[None] | None = None
+        self._planned_at = 0.0
+
+    @property
+    def config(self) -> ClusterConfig:
+        return self._config
+
+    # -- life --------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to learn, if the configuration says so.
+
+        Raises:
+            ConfigError: `learning.registry` or `learning.storage` cannot be used.
+        """
+        if not self._config.learning.enabled:
+            return
+        registry = Registry(self._config.learning.registry, home())
+        self.loop = LearningLoop(self._config, registry, on_plan=self._send_plans)
+        self.loop.start()
+        self._ticking = asyncio.create_task(self._tick_for_ever(self.loop))
+
+    async def close(self) -> None:
+        """What was decided is written first."""
+        if self._ticking is not None:
+            self._ticking.cancel()
+            await asyncio.gather(self._ticking, return_exceptions=True)
+        if self.loop is not None:
+            await self.loop.close()
+            self.loop.registry.close()
+
+    async def _tick_for_ever(self, loop: LearningLoop) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            try:
+                loop.tick(self.fresh())
+            except Exception:  # whatever it is: plans go on being said, and the next tick tries again
+                log.exception("learning_tick_failed")
+            if time.monotonic() - self._planned_at >= _PLAN_S:
+                self._send_plans()
+
+    def _send_plans(self) -> None:
+        """To all draft workers and the trainer: what should be."""
+        self._planned_at = time.monotonic()
+        for role, peer in list(self._peers.values()):
+            self._send_plan(role, peer)
+
+    def _send_plan(self, role: Role, peer: wire.Peer) -> None:
+        if self.loop is None:
+            return
+        plan = self.loop.draft_plan if role == "draft" else self.loop.trainer_plan
+        if plan is not None and peer.is_open:
+            peer.send(plan)
 
     # -- Resident ----------------------------------------------------------------------------------------
 
@@ -44,14 +121,45 @@ class Control:
             if failpoints.enabled:
                 failpoints.hit("snapshot")
             self._snapshots[message.worker.worker_id] = (time.monotonic(), message)
+            if message.worker.role in ("draft", "trainer"):
+                self._meet(message.worker.worker_id, message.worker.role, peer)
+        elif self.loop is not None:
+            self._learn(self.loop, peer, message)
+
+    def _meet(self, worker_id: str, role: Role, peer: wire.Peer) -> None:
+        """Who is new is told the plan at once."""
+        known = self._peers.get(worker_id)
+        if known is None or known[1] is not peer:
+            self._peers[worker_id] = (role, peer)
+            self._send_plan(role, peer)
+
+    def _learn(self, loop: LearningLoop, peer: wire.Peer, message: Message) -> None:
+        match message:
+            case Served():
+                loop.on_served(message)
+            case DraftStatus():
+                self._meet(message.worker_id, "draft", peer)
+                loop.on_draft_status(message)
+            case TrainerStatus():
+                self._meet(message.worker_id, "trainer", peer)
+                loop.on_trainer_status(message)
+            case _:
+                return
 
     def on_peer_lost(self, peer: wire.Peer) -> None:
         for worker_id, (_, snapshot) in list(self._snapshots.items()):
             if peer.identity == wire.Identity(worker_id, snapshot.worker.incarnation):
                 del self._snapshots[worker_id]
+        for worker_id, (_, known) in list(self._peers.items()):
+            if known is peer:
+                del self._peers[worker_id]
+                if self.loop is not None:
+                    self.loop.on_worker_lost(worker_id)
 
     def on_directory(self, directory: Directory) -> None:
         self._directory = directory
+        if self.loop is not None:
+            self.loop.on_directory(directory)
 
     def reports(self) -> Sequence[Message]:
         return ()
@@ -66,6 +174,19 @@ class Control:
     def metrics(self) -> bytes:
         """All workers' metrics as one text."""
         return merge({(s.worker.role, s.worker.worker_id): s.metrics for s in self.fresh()})
+
+    def workers(self) -> list[tuple[WorkerInfo, float | None]]:
+        """The directory, with the freshest figures and how many seconds old they are; None where there are none."""
+        now = time.monotonic()
+        newest = {s.worker.worker_id: (stamp, s.worker) for stamp, s in list(self._snapshots.values())}
+        found: list[tuple[WorkerInfo, float | None]] = []
+        for entry in self._directory.workers:
+            stamp, worker = newest.get(entry.worker_id, (0.0, entry))
+            is_fresh = (
+                worker is not entry and worker.incarnation == entry.incarnation and now - stamp <= _STALE_S
+            )
+            found.append((worker, now - stamp) if is_fresh else (entry, None))
+        return found
 
     def status(self) -> dict[str, Any]:
         """What `paceline status --json` prints: the directory, with the freshest block counts."""
@@ -88,23 +209,28 @@ class Control:
                     "streams": worker.num_streams,
                 }
             )
-        return {"model": self._config.model.name, "revision": self._directory.revision, "workers": workers}
+        return {
+            "model": self._config.model.name,
+            "revision": self._directory.revision,
+            "workers": workers,
+            "learning": self._learning(),
+        }
+
+    def _learning(self) -> dict[str, Any]:
+        """One line for `paceline status`."""
+        if self.loop is None:
+            return {
+                "state": "off",
+                "reason": "learning is off (learning.enabled=false)",
+                "live": "",
+                "alarms": [],
+            }
+        state, reason = self.loop.cycle.state(self.loop.clock())
+        live = self.loop.rollout.default.live if self.loop.rollout is not None else ""
+        alarms = [alarm.message for alarm in self.loop.alarms.values()]
+        return {"state": state, "reason": reason, "live": live, "alarms": alarms}
 
 
-def build_control_app(control: Control) -> FastAPI:
-    """The operator's routes."""
-    app = FastAPI(title="Paceline control", openapi_url=None)
-
-    @app.get("/health")
-    def health() -> dict[str, str]:
-        return {"status": "ok"}
-
-    @app.get("/metrics")
-    def metrics() -> Response:
-        return Response(control.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    @app.get("/admin/api/status")
-    async def status() -> dict[str, Any]:
-        return control.status()
-
-    return app
+def build_control_app(control: Control, key_digest: bytes = b"") -> FastAPI:
+    """The operator's routes. `key_digest`: of the admin key; empty if there is none, and then nobody signs in."""
+    return build_admin_app(control, key_digest)

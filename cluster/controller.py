@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.cluster.asking import Worth
+from paceline.cluster.referee import Referee
 from paceline.cluster.speculation import Tree
 from paceline.cluster.types import SOURCE_NAMES
 
@@ -183,8 +184,10 @@ def _add(counters: FloatArray, cells: IntArray, values: FloatArray | float, deca
 class Controller:
     """One engine's decisions. Plain data in and out; the clock is the caller's."""
 
-    def __init__(self, cost: StepCost, *, max_nodes: int = 64) -> None:
+    def __init__(self, cost: StepCost, *, max_nodes: int = 64, referee: Referee | None = None) -> None:
+        """`referee`: switches drafting off where it loses by the clock; without one the figures are believed."""
         self.cost = cost
+        self.referee = referee
         self._max_nodes = max_nodes
         self._calibration = Calibration()
         self._worths: dict[str, Worth] = {}
@@ -226,6 +229,8 @@ class Controller:
         """`name` drafts with other weights now: what was learnt of it and of its nodes no longer counts."""
         self._worths.pop(name, None)
         self._calibration.forget(source)
+        if self.referee is not None:
+            self.referee.reset()
 
     # -- how much to verify ------------------------------------------------------------------------------
 

@@ -7,6 +7,8 @@
     |- WireError              a framed connection broke or its peer failed to prove itself
     |- TransferError          KV did not arrive whole, from the right request and incarnation
     |  `- LinkPoisoned        the process group of a link timed out and must be rebuilt
+    |- RegistryError          the registry refuses a change, and says by a code why
+    |- StorageError           `learning.storage` cannot be used, or holds what nobody can read
     |- Unavailable            no worker of a needed role lives (an HTTP 503)
     |- Overloaded             more is asked for than the queues hold (an HTTP 429)
     `- IntegrityError         a pool's books do not add up: a defect of ours
@@ -55,6 +57,18 @@ class TransferError(PacelineError):
 
 class LinkPoisoned(TransferError):
     """The two-rank process group of a link timed out or lost its peer; it is dropped, never reused."""
+
+
+class RegistryError(PacelineError):
+    """The registry refuses what it was asked for. `code`: unknown_version, illegal_move, pinned, bad_value, newer_schema."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class StorageError(PacelineError):
+    """`learning.storage` cannot be used, or holds what nobody can read; the message names the file and the reason."""
 
 
 class Unavailable(PacelineError):

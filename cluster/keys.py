@@ -14,11 +14,11 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import msgspec
 import structlog
@@ -32,6 +32,12 @@ _NOBODY = hashlib.sha256(b"").hexdigest()
 _NAME = re.compile(r"[^\x00-\x1f\x7f]{1,80}")
 
 
+CaptureRule = Literal["never", "asked", "default"]
+"""What of a tenant's requests may be kept for training, if the operator keeps any. never: none. asked: those with
+`"store": true`. default: those without `"store": false`."""
+CAPTURE_RULES: tuple[CaptureRule, ...] = get_args(CaptureRule)
+
+
 class Key(msgspec.Struct, frozen=True):
     """What is kept of a key. The id is part of its text, and all of it that may stand in a log."""
 
@@ -42,6 +48,15 @@ class Key(msgspec.Struct, frozen=True):
     created: str
     revoked: str | None = None
     """When, in ISO 8601 and UTC, as `created`."""
+    tenant: str = ""
+    """Whose requests those with this key are: what is kept can be deleted by it, and drafts can be routed by it."""
+    capture: CaptureRule = "never"
+    """The tenant's consent."""
+
+    @property
+    def owner(self) -> str:
+        """The tenant; a key that was made without one is a tenant of its name."""
+        return self.tenant or self.name
 
 
 class KeyStore(Protocol):
@@ -97,20 +112,34 @@ class KeyFile:
         except (OSError, msgspec.MsgspecError, UnicodeError) as error:
             raise ConfigError(f"key file {self.path}: cannot be read: {error}") from error
 
-    def create(self, name: str) -> tuple[Key, str]:
+    def create(self, name: str, *, tenant: str = "", capture: str = "never") -> tuple[Key, str]:
         """A new key and its text, which is kept nowhere.
 
         Raises:
-            ConfigError: the name is not one line of 1 to 80 characters, or the file cannot be read or written.
+            ConfigError: name or tenant is not one line of 1 to 80 characters, there is no such rule of capture, or the
+                file cannot be read or written.
         """
         if not _NAME.fullmatch(name):
             raise ConfigError(f"key name {name[:80]!r}: expected one line of 1 to 80 characters")
+        if tenant and not _NAME.fullmatch(tenant):
+            raise ConfigError(f"tenant {tenant[:80]!r}: expected one line of 1 to 80 characters")
+        rule = _rule(capture)
         with self._locked():
             id = secrets.token_hex(6)
             text = f"pl_{id}_{secrets.token_urlsafe(32)}"
-            key = Key(id, name, hashlib.sha256(text.encode()).hexdigest(), _now())
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            key = Key(id, name, digest, _now(), tenant=tenant, capture=rule)
             self._write([*self.read(), key])
         return key, text
+
+    def consent(self, id: str, capture: str) -> Key:
+        """Change what of a key's requests may be kept from now on; what was kept is deleted by its tenant.
+
+        Raises:
+            ConfigError: there is no such key or rule, or the file cannot be read or written.
+        """
+        rule = _rule(capture)
+        return self._change(id, lambda key: msgspec.structs.replace(key, capture=rule))
 
     def revoke(self, id: str) -> Key:
         """Make a key invalid; it stays in the list. Revoking it again changes nothing.
@@ -118,6 +147,11 @@ class KeyFile:
         Raises:
             ConfigError: there is no key with this id, or the file cannot be read or written.
         """
+        return self._change(
+            id, lambda key: key if key.revoked else msgspec.structs.replace(key, revoked=_now())
+        )
+
+    def _change(self, id: str, change: Callable[[Key], Key]) -> Key:
         with self._locked():
             keys = self.read()
             found = next((key for key in keys if key.id == id), None)
@@ -125,11 +159,10 @@ class KeyFile:
                 raise ConfigError(
                     f"key id {id[:80]!r}: no such key in {self.path}; `paceline keys list` shows them"
                 )
-            if found.revoked is None:
-                revoked = msgspec.structs.replace(found, revoked=_now())
-                self._write([revoked if key is found else key for key in keys])
-                return revoked
-            return found
+            changed = change(found)
+            if changed != found:
+                self._write([changed if key is found else key for key in keys])
+            return changed
 
     def _refresh(self) -> None:
         now = time.monotonic()
@@ -209,6 +242,13 @@ def is_loopback(host: str) -> bool:
         return False  # a name: who knows what it stands for
     mapped = getattr(address, "ipv4_mapped", None)
     return bool((mapped or address).is_loopback)
+
+
+def _rule(text: str) -> CaptureRule:
+    for rule in CAPTURE_RULES:
+        if text == rule:
+            return rule
+    raise ConfigError(f"capture={text[:80]!r}: expected one of {', '.join(CAPTURE_RULES)}")
 
 
 def _now() -> str:

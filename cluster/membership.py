@@ -205,7 +205,12 @@ class Member:
                     await asyncio.sleep(pause)
                     pause = min(2.0, pause * 2)
                     continue
-            self.announce()
+            try:
+                self.announce()
+            except (
+                Exception
+            ):  # whatever the resident's figures raise: a silent member would be taken for dead
+                log.exception("announce_failed", worker=self.me.worker_id)
             await asyncio.sleep(1.0)
 
     async def _report(self) -> None:
@@ -219,8 +224,10 @@ class Member:
                 continue
             try:
                 peer = await self.peer_to(control)
+                peer.send(Snapshot(self.info, self._resident.metrics_text()))
+                for report in self._resident.reports():
+                    peer.send(report)
             except WireError:
                 continue
-            peer.send(Snapshot(self.info, self._resident.metrics_text()))
-            for report in self._resident.reports():
-                peer.send(report)
+            except Exception:  # one bad second must not end all later ones
+                log.exception("report_failed", worker=self.me.worker_id)

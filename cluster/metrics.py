@@ -65,6 +65,24 @@ class Metrics:
             ["source"],
             registry=self.registry,
         )
+        self.step_cost = Gauge(
+            "paceline_step_cost_seconds",
+            "Seconds of a target's step by its number of rows, as the controller has them now.",
+            ["rows"],
+            registry=self.registry,
+        )
+        self.draft_gain = Gauge(
+            "paceline_draft_gain",
+            "Tokens a second with drafts against plain steps, by number of streams (powers of two), as measured.",
+            ["streams"],
+            registry=self.registry,
+        )
+        self.draft_off = Gauge(
+            "paceline_draft_off",
+            "1 where drafting does not pay and is off, by number of streams (powers of two).",
+            ["streams"],
+            registry=self.registry,
+        )
         self.step_nodes = self._histogram(
             "step_draft_nodes", "Proposed tokens verified in one step, of all its streams.", _NODES
         )
@@ -119,6 +137,41 @@ class Metrics:
             "time to the first token, and the acknowledgement's way back.",
         )
         self.handoff_seconds = self._histogram("kv_handoff_seconds", "Reservation to commit of one hand-off.")
+        self.consent = self._counter(
+            "capture_consent_total",
+            "Requests by whether they may be kept for training: kept, or who said no first: operator, tenant, request.",
+            "outcome",
+        )
+        self.capture_requests = self._counter("capture_requests_total", "Streams written to capture shards.")
+        self.capture_tokens = self._counter("capture_tokens_total", "Their tokens, each with its logits.")
+        self.capture_bytes = self._counter("capture_bytes_total", "Bytes of the shards they were written to.")
+        self.capture_dropped = self._counter(
+            "capture_dropped_tokens_total",
+            "Tokens of consenting streams that were not kept: full (memory), storage (it failed), redacted, deleted "
+            "before they were written, error.",
+            "reason",
+        )
+        self.capture_dropped_requests = self._counter(
+            "capture_dropped_requests_total",
+            "Consenting streams that were not kept, by the same reasons.",
+            "reason",
+        )
+        self.capture_seconds = self._counter(
+            "capture_seconds_total",
+            "Time spent on capture: step (wall, what steps waited), thread (CPU, behind them).",
+            "where",
+        )
+        self.capture_storage_errors = self._counter(
+            "capture_storage_errors_total", "Shards that could not be written, tries counted."
+        )
+        self.capture_off = Gauge(
+            "paceline_capture_off",
+            "1 while nothing is captured because storage failed; it is tried again by itself.",
+            registry=self.registry,
+        )
+        self.capture_held_bytes = Gauge(
+            "paceline_capture_held_bytes", "Captured and not on storage yet.", registry=self.registry
+        )
         self.blocks = Gauge("paceline_kv_blocks", "KV blocks by state.", ["state"], registry=self.registry)
         self.streams = Gauge("paceline_streams", "Streams in this worker.", registry=self.registry)
 

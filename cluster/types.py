@@ -504,6 +504,8 @@ class DraftPlan(Struct, frozen=True):
     """Of the live version's streams, chosen by their request id, that get `canary`."""
     routes: tuple[tuple[str, str], ...] = ()
     """(tenant:NAME or domain:NAME, version), before `live`; the first that fits counts."""
+    canary_tag: str = ""
+    """If this is a route's tag, the canary gets its share of that route's streams instead of the live version's."""
 
 
 class DraftStatus(Struct, frozen=True):
@@ -520,6 +522,8 @@ class DraftStatus(Struct, frozen=True):
     """(version, reason): what was asked for and will not be served."""
     swap_ms: float = 0.0
     """What the last change of the live version kept drafting waiting."""
+    gap_ms: float = 0.0
+    """The longest that an ask waited for its answer near that change, from when the version began to load."""
 
 
 class ServedStream(Struct, frozen=True):

@@ -38,6 +38,13 @@ def build_app(config: ClusterConfig, secrets: Secrets) -> Application:
         for kind, engine in kinds
         if engine.replicas > 0
     ]
+    if config.has_trainer:
+        trainer = config.trainer
+        engines.append(
+            _deploy(replicas.TrainerReplica, 0.0, threads=trainer.threads, **engine_placement(trainer)).bind(
+                config, secrets, router
+            )
+        )
     placed = _listener(config.gateway, config.gateway.replicas)
     # The root deployment must hold the others for Serve to deploy them; it uses the router's handle only.
     return _deploy(replicas.GatewayReplica, grace_s, **placed).bind(

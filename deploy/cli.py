@@ -20,11 +20,13 @@ from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 
+from paceline.cluster.admin.key import VARIABLE, ensure_admin_key, read_admin_key
 from paceline.cluster.config import ClusterConfig, ModelConfig, load_config, model_folder, presets
 from paceline.cluster.errors import ConfigError, PacelineError
+from paceline.cluster.keys import is_loopback
+from paceline.cluster.model_files import check_model_files
 from paceline.cluster.pair import check_pair
-from paceline.deploy import keys, local, resolved
-from paceline.workers.model_files import check_model_files
+from paceline.deploy import drafts, keys, local, resolved
 
 app = typer.Typer(
     add_completion=False,
@@ -33,6 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(keys.commands, name="keys")
+app.add_typer(drafts.commands, name="drafts")
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
@@ -82,6 +85,8 @@ def serve(
             f"cluster {name!r} is running; `paceline stop{_suffix(name)}` ends it, --name starts another"
         )
     keys.keys_for(final.gateway)  # refuses a listener that is open to others by mistake
+    resolved.check_learning(final)
+    ensure_admin_key(local.admin_key_path())
     _print_plan(given, final)
     run_id = _launch(folder, final)
     try:
@@ -123,7 +128,9 @@ def status(
     }
     try:
         report.update(
-            httpx.get(f"{state['control']}/admin/api/status", timeout=5.0).raise_for_status().json()
+            httpx.get(f"{state['control']}/admin/api/status", headers=operator_headers(state), timeout=5.0)
+            .raise_for_status()
+            .json()
         )
     except httpx.HTTPError as error:
         report.update(workers=[], error=f"control does not answer: {error}")
@@ -143,6 +150,12 @@ def status(
     wide = out if out.is_terminal else Console(highlight=False, width=160)  # in a pipe names must be whole
     wide.print(table)
     out.print(f"{report['phase']}; {report['processes']} processes, {report['resident_mb']} MB resident")
+    learning = report.get("learning") or {}
+    if learning:
+        live = f"; {learning['live']} drafts" if learning["live"] else ""
+        out.print(f"learning: {learning['state']}: {learning['reason']}{live}", markup=False)
+        for alarm in learning["alarms"]:
+            out.print(f"alarm: {alarm}", style="red", markup=False)
 
 
 bench_app = typer.Typer(add_completion=False)
@@ -244,6 +257,35 @@ def bench_faults(
     print(json.dumps(found))
     if found["complaints"]:
         raise SystemExit(1)
+
+
+@bench_app.command("learn")
+def bench_learn(
+    only: Annotated[
+        str,
+        typer.Option(
+            help="Some of capture, swap, guard, shift, stationary, gate, replay; separated by commas."
+        ),
+    ] = "",
+    quick: Annotated[
+        bool, typer.Option(help="Small sizes: every part runs, no figure decides anything.")
+    ] = False,
+    work: Annotated[
+        Path | None, typer.Option(help="Keep texts and drafts here, for the next run to go on with.")
+    ] = None,
+    out_file: Annotated[Path | None, typer.Option("--json", help="Also write the JSON object here.")] = None,
+    settings: Settings = None,
+) -> None:
+    """Measure the learning loop on this machine: what it gains, what it costs, what the gate lets through."""
+    from paceline.deploy.bench.learn import main as learn
+
+    learn.run(
+        parts=[part.strip() for part in only.split(",")] if only else learn.PARTS,
+        quick=quick,
+        work=work,
+        settings=settings or (),
+        json_path=out_file,
+    )
 
 
 @app.command()
@@ -350,7 +392,7 @@ def _launch(folder: Path, config: ClusterConfig) -> str:
 def _wait_until_ready(folder: Path, config: ClusterConfig, run_id: str) -> None:
     """Show which part is being waited for until the gateway says ready and all workers are there."""
     began = time.monotonic()
-    wanted = config.prefill.replicas + config.decode.replicas + config.draft.replicas
+    wanted = config.prefill.replicas + config.decode.replicas + config.draft.replicas + config.has_trainer
     last = ""
     with out.status("starting") as spinner, httpx.Client(timeout=2.0) as client:
         while True:
@@ -381,11 +423,22 @@ def _phase(client: httpx.Client, state: dict[str, Any], wanted: int) -> str:
     try:
         if client.get(f"{state['gateway']}/ready").status_code != 200:
             return "waiting for a decode worker"
-        workers = client.get(f"{state['control']}/admin/api/status").json()["workers"]
+        status = client.get(f"{state['control']}/admin/api/status", headers=operator_headers(state))
+        workers = status.raise_for_status().json()["workers"]
     except (httpx.HTTPError, ValueError):
         return "waiting for the gateway and control"
-    ready = [w for w in workers if w["role"] in ("prefill", "decode", "draft") and w["state"] == "ready"]
+    ready = [
+        w for w in workers if w["role"] in ("prefill", "decode", "draft", "trainer") and w["state"] == "ready"
+    ]
     return "" if len(ready) >= wanted else f"{len(ready)} of {wanted} workers ready"
+
+
+def operator_headers(state: dict[str, Any]) -> dict[str, str]:
+    """What Control wants to see where others can reach it: there even its status needs the admin key."""
+    if is_loopback(str(state["config"]["control"]["host"])):
+        return {}
+    key = read_admin_key(local.admin_key_path())
+    return {} if key is None else {"authorization": f"Bearer {key}"}
 
 
 def _stop_run(folder: Path) -> None:
@@ -427,9 +480,11 @@ def _print_plan(given: ClusterConfig, config: ClusterConfig) -> None:
     table = Table(title=f"Paceline {package_version('paceline')}", title_justify="left", show_edge=False)
     for column in ("role", "replicas", "threads", "model"):
         table.add_column(column)
-    rows = (("prefill", config.prefill), ("decode", config.decode), ("draft", config.draft))
+    rows = [("prefill", config.prefill), ("decode", config.decode), ("draft", config.draft)]
+    if config.has_trainer:
+        rows.append(("trainer", config.trainer))
     for role, engine in rows:
-        model = config.model.draft if role == "draft" else config.model.target
+        model = config.model.draft if role in ("draft", "trainer") else config.model.target
         table.add_row(role, str(engine.replicas), str(engine.threads), model)
     out.print(table)
     changed = ", ".join(f"{name}={value}" for name, value in resolved.settings(given).items())
@@ -449,6 +504,8 @@ def _print_ready(config: ClusterConfig, name: str, state: dict[str, Any], detach
     out.print(
         f"[green]ready[/green] in {seconds:.0f} s: {url}/v1   metrics: {state.get('control', '')}/metrics"
     )
+    where = VARIABLE if os.environ.get(VARIABLE) else local.admin_key_path()
+    out.print(f"dashboard: {state.get('control', '')}/admin   its key: {where}", markup=False, soft_wrap=True)
     messages = [{"role": "user", "content": "Write a Python function `read_file`."}]
     body = json.dumps({"model": config.model.name, "stream": True, "messages": messages})
     lines = (

@@ -6,14 +6,13 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from paceline.cluster.config import GatewayConfig
 from paceline.cluster.errors import ConfigError
-from paceline.cluster.keys import KeyFile, check_guarded, needs_keys
+from paceline.cluster.keys import Key, KeyFile, check_guarded, needs_keys
 from paceline.deploy import local
 
 commands = typer.Typer(
@@ -45,17 +44,30 @@ def keys_for(gateway: GatewayConfig) -> KeyFile | None:
     return store if needs_keys(gateway.auth, gateway.host) else None
 
 
+Capture = Annotated[
+    str,
+    typer.Option(
+        help="What of its requests may be kept for training: never; asked (those with store=true); "
+        "or default (those without store=false). Nothing is where learning.enabled is off."
+    ),
+]
+
+
 @commands.command()
 def create(
     name: Annotated[str, typer.Argument(help="Whose key it is, or what for.")],
+    tenant: Annotated[
+        str, typer.Option(help="Whose requests those with it are; the name, if left out.")
+    ] = "",
+    capture: Capture = "never",
     file: File = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Make a key and show it, once: only its hash is kept."""
     store = key_file(file)
-    key, text = store.create(name)
+    key, text = store.create(name, tenant=tenant, capture=capture)
     if as_json:
-        print(json.dumps({"id": key.id, "name": key.name, "created": key.created, "key": text}))
+        print(json.dumps({**_row(key), "key": text}))
         return
     out.print(text, markup=False, soft_wrap=True)
     out.print(
@@ -73,10 +85,7 @@ def show(
     store = key_file(file)
     keys = store.read()
     if as_json:
-        rows = [msgspec.to_builtins(key) for key in keys]
-        print(
-            json.dumps([{name: row[name] for name in ("id", "name", "created", "revoked")} for row in rows])
-        )
+        print(json.dumps([_row(key) for key in keys]))
         return
     if not keys:
         out.print(
@@ -86,10 +95,10 @@ def show(
         )
         return
     table = Table(title=str(store.path), title_justify="left")
-    for column in ("id", "name", "created", "revoked"):
-        table.add_column(column, no_wrap=column != "name")
+    for column in ("id", "name", "tenant", "capture", "created", "revoked"):
+        table.add_column(column, no_wrap=column not in ("name", "tenant"))
     for key in keys:
-        table.add_row(key.id, key.name, key.created, key.revoked or "")
+        table.add_row(key.id, key.name, key.owner, key.capture, key.created, key.revoked or "")
     out.print(table, markup=False)
 
 
@@ -98,3 +107,27 @@ def revoke(id: Annotated[str, typer.Argument(help="As `list` shows it.")], file:
     """Make a key invalid; running gateways refuse it within a second."""
     key = key_file(file).revoke(id)
     out.print(f"revoked {key.id} ({key.name})", markup=False)
+
+
+@commands.command()
+def consent(
+    id: Annotated[str, typer.Argument(help="As `list` shows it.")], capture: Capture, file: File = None
+) -> None:
+    """Change what may be kept of a key's requests; running gateways honour it within a second.
+
+    What was kept before stays until it expires, or until its tenant's data is deleted.
+    """
+    key = key_file(file).consent(id, capture)
+    out.print(f"{key.id} ({key.name}): capture {key.capture}", markup=False)
+
+
+def _row(key: Key) -> dict[str, str | None]:
+    """What programs see of a key."""
+    return {
+        "id": key.id,
+        "name": key.name,
+        "created": key.created,
+        "revoked": key.revoked,
+        "tenant": key.owner,
+        "capture": key.capture,
+    }

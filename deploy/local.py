@@ -23,7 +23,8 @@ from typing import Any
 
 import psutil
 
-from paceline.cluster.config import ClusterConfig, Secrets
+from paceline.cluster.admin.key import FILE_NAME, VARIABLE, ensure_admin_key, hash_key
+from paceline.cluster.config import ClusterConfig, EngineConfig, Secrets
 from paceline.cluster.errors import ConfigError
 
 RUN_VARIABLE = "PACELINE_RUN"
@@ -34,6 +35,11 @@ SHUTDOWN_S = 20.0
 def home() -> Path:
     """Where run folders lie: $PACELINE_HOME, or ~/.paceline."""
     return Path(os.environ.get("PACELINE_HOME") or Path.home() / ".paceline")
+
+
+def admin_key_path() -> Path:
+    """Where the admin key is, unless the environment has it."""
+    return home() / FILE_NAME
 
 
 def run_folder(name: str) -> Path:
@@ -125,6 +131,7 @@ def _catch_signals(stop: threading.Event) -> None:
 def _start(folder: Path, state: dict[str, Any], ray_folder: Path) -> None:
     began = time.monotonic()
     ray_environment(ray_folder)
+    admin = take_admin_key()
     import ray
 
     config = ClusterConfig.model_validate(state["config"])
@@ -143,7 +150,7 @@ def _start(folder: Path, state: dict[str, Any], ray_folder: Path) -> None:
     )
     state.update(phase="starting workers", ray_seconds=time.monotonic() - began, ray_folder=str(ray_folder))
     write_state(folder, state)
-    deploy(config)
+    deploy(config, admin=admin)
     state.update(phase="running", start_seconds=time.monotonic() - began)
     write_state(folder, state)
 
@@ -166,14 +173,25 @@ def ray_environment(ray_folder: Path) -> None:
         os.environ.pop(name, None)
 
 
-def deploy(config: ClusterConfig) -> None:
-    """The application on the Ray cluster this process is connected to; returns when Serve has placed all replicas."""
+def take_admin_key() -> bytes:
+    """The hash of the admin key, which is made if there is none; what Ray starts does not find it in its environment."""
+    digest = hash_key(ensure_admin_key(admin_key_path()))
+    os.environ.pop(VARIABLE, None)
+    return digest
+
+
+def deploy(config: ClusterConfig, *, admin: bytes = b"") -> None:
+    """The application on the Ray cluster this process is connected to; returns when Serve has placed all replicas.
+
+    `admin`: hash of the admin key; by default it is looked for, and made, here.
+    """
     from ray import serve
 
     from paceline.deploy.app import APP_NAME, build_app
 
     serve.start(http_options={"location": "NoServer"})
-    serve.run(build_app(config, Secrets.create()), name=APP_NAME, route_prefix=None)
+    given = Secrets.create().model_copy(update={"admin": admin or take_admin_key()})
+    serve.run(build_app(config, given), name=APP_NAME, route_prefix=None)
 
 
 def _stop(ray_folder: Path, limit_s: float) -> None:
@@ -225,9 +243,14 @@ def _write_token(path: Path) -> None:
         file.write(secrets.token_hex(32))
 
 
+def _engines(config: ClusterConfig) -> list[EngineConfig]:
+    """Of all workers that are placed."""
+    return [config.prefill, config.decode, config.draft, *([config.trainer] if config.has_trainer else [])]
+
+
 def needed_cpus(config: ClusterConfig) -> float:
     """Sum of the CPU shares that placement asks for."""
-    engines = (config.prefill, config.decode, config.draft)
+    engines = _engines(config)
     return sum(e.num_cpus * e.replicas for e in engines) + (
         config.gateway.num_cpus * config.gateway.replicas + config.router.num_cpus + config.control.num_cpus
     )
@@ -236,7 +259,7 @@ def needed_cpus(config: ClusterConfig) -> float:
 def needed_resources(config: ClusterConfig) -> dict[str, float]:
     """The custom resources that placement asks for: the only node of a local cluster offers all of them."""
     needed: Counter[str] = Counter()
-    for engine in (config.prefill, config.decode, config.draft):
+    for engine in _engines(config):
         for name, amount in engine.resources.items():
             needed[name] += math.ceil(amount * engine.replicas)
     for section in (config.gateway, config.control):

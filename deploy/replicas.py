@@ -1,4 +1,4 @@
-"""Serve's constructor and health calls -> one router, control, gateway, prefill, decode or draft process.
+"""Serve's constructor and health calls -> one router, control, gateway, prefill, decode, draft or trainer process.
 
 torch is imported by the workers' replicas only, inside their own processes. Serve awaits a constructor that is
 async, which Python's typing does not know: hence the ignores.
@@ -164,13 +164,13 @@ class _HttpReplica:
 
 
 class ControlReplica(_HttpReplica):
-    """Merged metrics and status on the operator's port."""
+    """Merged metrics, status and the learning loop on the operator's port."""
 
     async def __init__(self, config: ClusterConfig, secrets: Secrets, router: Any) -> None:  # type: ignore[misc]
         config = _begin("control", config)
-        control = Control(config)
+        control = self._control = Control(config)
         self._http = _HttpListener(
-            build_control_app(control),
+            build_control_app(control, secrets.admin),
             config.control.host,
             config.control.port,
             config.gateway.client_timeout_s,
@@ -179,9 +179,14 @@ class ControlReplica(_HttpReplica):
         self._member = Member(
             me, "control", config.link, secrets.link, control, _resolver(router), node=node_name()
         )
+        control.start()
         await self._member.start()
         await self._http.start()
         _leave_on_sigterm(self._leave)
+
+    async def _leave(self) -> None:
+        await super()._leave()
+        await self._control.close()
 
 
 class GatewayReplica(_HttpReplica):
@@ -262,3 +267,27 @@ class DraftReplica(_EngineReplica):
     """Proposes."""
 
     role = "draft"
+
+
+class TrainerReplica:
+    """Trains drafts, and yields to everybody else."""
+
+    async def __init__(self, config: ClusterConfig, secrets: Secrets, router: Any) -> None:  # type: ignore[misc]
+        from paceline.workers.trainer import TrainerWorker
+
+        config = _begin("trainer", config)
+        self._worker = TrainerWorker(
+            config, secrets, name=_name(), resolve=_resolver(router), node=node_name()
+        )
+        await self._worker.setup()
+        _leave_on_sigterm(self._leave)
+
+    async def check_health(self) -> None:
+        self._worker.check()
+
+    async def _leave(self) -> None:
+        await self._worker.drain()
+        await self._worker.close()
+
+    async def __del__(self) -> None:
+        await self._leave()

@@ -11,6 +11,8 @@ from typing import Any
 from paceline.cluster.config import ClusterConfig, EngineConfig, model_folder
 from paceline.cluster.errors import ModelError
 from paceline.cluster.keys import needs_keys
+from paceline.cluster.learning.consent import who_is_kept
+from paceline.cluster.learning.storage import home
 
 _KV_ITEM_BYTES = 4
 
@@ -38,7 +40,29 @@ def derived(given: ClusterConfig, config: ClusterConfig) -> list[Derived]:
     Raises:
         ModelError: a model's configuration does not say what shape its KV has.
     """
-    return [*_surface(given, config), *_places(config), *_ways(config), *_pools(config)]
+    return [
+        *_surface(given, config),
+        *_places(config),
+        *_ways(config),
+        *_pools(config),
+        *_learning(config),
+    ]
+
+
+def check_learning(config: ClusterConfig) -> None:
+    """Refuse now what each decode worker would refuse later.
+
+    Raises:
+        ConfigError: of `learning.storage`, `learning.registry` or `learning.capture.redact`.
+    """
+    if config.learning.enabled:
+        from paceline.cluster.learning.capture import load_redactor  # pyarrow takes its time
+        from paceline.cluster.learning.storage import learning_folder
+        from paceline.cluster.registry.database import resolve_url
+
+        learning_folder(config.learning)
+        resolve_url(config.learning.registry, home())
+        load_redactor(config.learning.capture.redact)
 
 
 def _surface(given: ClusterConfig, config: ClusterConfig) -> Iterator[Derived]:
@@ -51,6 +75,9 @@ def _surface(given: ClusterConfig, config: ClusterConfig) -> Iterator[Derived]:
     is_closed = needs_keys(config.gateway.auth, config.gateway.host)
     why = f"gateway.auth={config.gateway.auth} on {config.gateway.host}"
     yield Derived("API keys", "needed" if is_closed else "off", why)
+    if config.learning.enabled:
+        kept = who_is_kept(config.learning, needs_keys=is_closed)
+        yield Derived("kept for training", kept, "learning.enabled=true; deleted sooner by tenant or request")
     context, reason = context_limit(config)
     yield Derived("context", f"{context} tokens", reason)
 
@@ -122,6 +149,40 @@ def _pools(config: ClusterConfig) -> Iterator[Derived]:
             f"{num} blocks",
             f"{engine.kv_memory_mb} MB / {block_bytes} bytes a block: {tokens} tokens",
         )
+
+
+def _learning(config: ClusterConfig) -> Iterator[Derived]:
+    """Whether anything is learned, where what is kept for that goes, and who trains."""
+    learning = config.learning
+    if not learning.enabled:
+        yield Derived("learning", "off", "learning.enabled=false: nothing outlives a request")
+        return
+    trainer = "by hand only, since trainer.replicas=0"
+    if config.has_trainer:
+        by = "by itself" if learning.train_automatically else "when somebody asks"
+        trainer = f"{by}, after {learning.train.min_requests} new requests or when acceptance falls"
+    yield Derived("learning", "on", trainer)
+    storage = str(home() / "learning") if learning.storage == "auto" else shown_url(learning.storage)
+    consent = {
+        "never": "none without a key",
+        "asked": 'with `"store": true`',
+        "default": 'without `"store": false`',
+    }
+    what = f"of requests without a key: {consent[learning.capture.local_consent]}"
+    yield Derived(
+        "captured", storage, f"{what}; {learning.capture.ttl_h:g} h, {learning.capture.max_mb} MB at most"
+    )
+    if config.has_trainer:
+        reason = (
+            f"at idle priority; paused at 90 % of {learning.guard.inter_token_p99_ms:g} ms between tokens"
+        )
+        yield Derived("trainer", f"{config.trainer.threads} threads", reason)
+
+
+def shown_url(url: str) -> str:
+    """Without what may be a password."""
+    scheme, separator, rest = url.partition("://")
+    return f"{scheme}{separator}{rest.rpartition('@')[2]}" if separator else url
 
 
 def kv_bytes_per_token(model: str) -> int:

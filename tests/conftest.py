@@ -10,7 +10,18 @@ import importlib.util
 import sys
 from pathlib import Path
 
-for _name in ("bundled", "oracle", "harness", "processes", "scheduling", "scripted_gateway"):
+for _name in (
+    "bundled",
+    "oracle",
+    "harness",
+    "processes",
+    "scheduling",
+    "scripted_gateway",
+    "training_data",
+    "draft_folders",
+    "scripted_admin",
+    "scripted_workers",
+):
     _spec = importlib.util.spec_from_file_location(_name, Path(__file__).with_name(f"{_name}.py"))
     assert _spec is not None and _spec.loader is not None
     sys.modules[_name] = importlib.util.module_from_spec(_spec)

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SETUPTOOLS: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 MAPPED: dict[str, str] = SETUPTOOLS["package-dir"]
-DATA_FOLDERS = ("deploy/models", "deploy/presets")
+DATA_FOLDERS = ("deploy/models", "deploy/presets", "cluster/admin/static")
 
 
 def package_of(folder: Path) -> str:

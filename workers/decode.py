@@ -6,14 +6,17 @@ whatever reason, the stream computes its prompt here instead, and says so in its
 
 from __future__ import annotations
 
+import asyncio
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import structlog
 
 from paceline.cluster import failpoints, wire
 from paceline.cluster.controller import Controller
 from paceline.cluster.errors import RequestError, WireError
+from paceline.cluster.referee import Referee
 from paceline.cluster.scheduler import Stream
 from paceline.cluster.types import (
     Abort,
@@ -31,6 +34,7 @@ from paceline.cluster.types import (
     WorkerInfo,
 )
 from paceline.workers.base import Worker
+from paceline.workers.capture import Recorder
 from paceline.workers.drafters.base import Context, Drafter, make
 from paceline.workers.drafters.fused import FusedDrafter
 from paceline.workers.drafters.remote import RemoteDrafter
@@ -38,6 +42,7 @@ from paceline.workers.engine import Emission, Engine
 from paceline.workers.kv_receive import HandoffReceiver, Incoming
 from paceline.workers.model_runner import ModelRunner
 from paceline.workers.profile import measure_step_cost
+from paceline.workers.served import ServedBook, StreamFigures
 
 log = structlog.get_logger(__name__)
 
@@ -53,6 +58,7 @@ class Session:
     local_reason: str = ""
     """Why none was."""
     kv_reported: bool = False
+    figures: StreamFigures = field(default_factory=StreamFigures)
 
 
 class DecodeWorker(Worker):
@@ -64,6 +70,14 @@ class DecodeWorker(Worker):
     def load(self) -> None:
         decode = self.config.decode
         runner = self.load_model(self.config.model.target, decode)
+        self._served = ServedBook()
+        self._capture = Recorder.of(
+            self.config.learning,
+            self.member.me.worker_id,
+            target_version=runner.version,
+            vocab_size=runner.vocab_size,
+            metrics=self.metrics,
+        )
         self._engine = Engine(
             runner,
             token_budget=decode.token_budget,
@@ -72,7 +86,10 @@ class DecodeWorker(Worker):
             drafter=self._make_drafter(runner),
             metrics=self.metrics,
             prefix_cache=self.config.kv.prefix_cache,
+            capture=self._capture,
         )
+        if self._capture is not None:
+            self._capture.start()
         self._sessions: dict[str, Session] = {}
         self._receiver = HandoffReceiver(
             self._engine,
@@ -94,7 +111,7 @@ class DecodeWorker(Worker):
         drafters = [make(name, context) for name in speculation.sources]
         self._remote = next((d for d in drafters if isinstance(d, RemoteDrafter)), None)
         if speculation.control == "measured":
-            self._controller = Controller(measure_step_cost(runner))
+            self._controller = Controller(measure_step_cost(runner), referee=Referee())
         return FusedDrafter(drafters, self._controller, metrics=self.metrics)
 
     # -- event loop's thread -----------------------------------------------------------------------------
@@ -200,8 +217,10 @@ class DecodeWorker(Worker):
     def step(self) -> bool:
         frames: dict[wire.Peer, list[Delta]] = {}
         result = self._engine.step()
+        now = time.monotonic()
         for emission in result.emissions:
             session = self._sessions[emission.stream.key]
+            session.figures.add(emission, now)
             delta = self._delta(session, emission)
             if delta.prompt_logprobs is None:
                 frames.setdefault(session.gateway, []).append(delta)
@@ -209,6 +228,7 @@ class DecodeWorker(Worker):
                 session.gateway.send_threadsafe(Deltas((delta,)))
             if emission.finish is not None:
                 del self._sessions[emission.stream.key]
+                self._ended(session)
         for gateway, deltas in frames.items():
             gateway.send_threadsafe(Deltas(tuple(deltas)))
         if failpoints.enabled:
@@ -255,11 +275,21 @@ class DecodeWorker(Worker):
             self._receiver.forget(session.incoming, reason)
         self._sessions.pop(session.stream.key, None)
         self._engine.remove(session.stream)
+        self._ended(session)
+
+    def _ended(self, session: Session) -> None:
+        if session.figures.num_tokens:
+            self._served.add(session.figures.summary(session.stream))
 
     async def close(self) -> None:
         await super().close()
         if self.state != "starting":
             self._receiver.close()
+            if self._capture is not None:
+                await asyncio.to_thread(self._capture.stop)
+
+    def reports(self) -> Sequence[Message]:
+        return self._served.take(self.member.me.worker_id) if self.state != "starting" else ()
 
     # -- figures -----------------------------------------------------------------------------------------
 
@@ -267,6 +297,13 @@ class DecodeWorker(Worker):
         if self.state != "starting" and self._controller is not None:
             for source, error in self._controller.calibration_errors().items():
                 self.metrics.calibration_error.labels(source).set(error)
+            cost = self._controller.cost
+            for rows, seconds in zip(cost.rows.astype(int).tolist(), cost(cost.rows).tolist(), strict=True):
+                self.metrics.step_cost.labels(rows).set(seconds)
+            referee = self._controller.referee
+            for streams, (gain, is_on) in (referee.gains() if referee is not None else {}).items():
+                self.metrics.draft_gain.labels(streams).set(gain)
+                self.metrics.draft_off.labels(streams).set(not is_on)
         return super().metrics_text()
 
     def num_streams(self) -> int:

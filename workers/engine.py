@@ -11,14 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from torch import Tensor
 
 from paceline.cluster import failpoints
 from paceline.cluster.blocks import BlockPool
 from paceline.cluster.errors import RequestError
 from paceline.cluster.metrics import Metrics
 from paceline.cluster.scheduler import Plan, Scheduler, Segment, Stream
-from paceline.cluster.types import SOURCE_NAMES, SOURCE_TARGET, FinishReason, Logprobs, Request
+from paceline.cluster.speculation import Tree, depths_met
+from paceline.cluster.types import SOURCE_DRAFT, SOURCE_NAMES, SOURCE_TARGET, FinishReason, Logprobs, Request
 from paceline.workers.adjust import Adjuster
+from paceline.workers.capture import Recorder
 from paceline.workers.drafters.base import Drafter, Outcome
 from paceline.workers.logprobs import LogprobBook
 from paceline.workers.model_batch import BatchBuilder
@@ -47,6 +50,10 @@ class Emission:
     """Of the tokens, if the request asked."""
     prompt_logprobs: Logprobs | None = None
     """Of the prompt, in the stream's first emission, if the request asked."""
+    num_tested: int = 0
+    """Depths at which a draft model's proposal met the text: all that were right, and the first that was not."""
+    num_right: int = 0
+    """How many of them were right."""
 
 
 @dataclass(slots=True)
@@ -76,8 +83,10 @@ class Engine:
         verifier: Verifier | None = None,
         metrics: Metrics | None = None,
         prefix_cache: bool = True,
+        capture: Recorder | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`verifier` is Match if not given.
+        """`verifier` is Match if not given. `capture` keeps what decided the tokens of streams that may be kept.
 
         `prefix_cache`: KV of equal prefixes is computed once. It changes what a prompt costs, never a text.
         """
@@ -93,6 +102,7 @@ class Engine:
         self._drafter = drafter
         self._verifier = verifier or Match()
         self._metrics = metrics or Metrics()
+        self._clock = clock
         self._token_counters = [self._metrics.tokens.labels(name) for name in SOURCE_NAMES]
         self._draft_counters = [
             (
@@ -106,6 +116,9 @@ class Engine:
         self._noise = CachedNoise()
         self._adjuster = Adjuster(runner.vocab_size)
         self._logprobs = LogprobBook()
+        self._capture = capture
+        self._raw: Tensor | None = None
+        """This step's logits as the model gave them, while somebody may want rows of them."""
 
     # -- streams -----------------------------------------------------------------------------------------
 
@@ -162,6 +175,8 @@ class Engine:
             self._drafter.close(stream)
         self._adjuster.close(stream)
         self._logprobs.close(stream)
+        if self._capture is not None:
+            self._capture.close(stream)
         self.scheduler.remove(stream)
 
     @property
@@ -187,13 +202,13 @@ class Engine:
         if not plan.segments:
             return StepResult()
         self._propose(plan)
-        began = time.perf_counter()
+        began = self._clock()
         hook = None if on_layer is None else (lambda layer: on_layer(plan, layer))
         decided, usable = self._forward(plan, hook)
         if failpoints.enabled:
             failpoints.hit("mid_step", *(s.stream.request.id for s in plan.segments))
         result = self._commit(plan, decided, usable)
-        seconds = time.perf_counter() - began
+        seconds = self._clock() - began
         if self._drafter is not None:
             self._drafter.learn(result.outcomes, plan.num_rows, seconds)
             running = [
@@ -262,6 +277,8 @@ class Engine:
         counts = [len(s.tree) if s.tree is not None else 1 for s in sampled]
         # The token a node decides stands one position behind the node.
         params = SamplingRows.build([s.stream.request.sampling for s in sampled], counts, positions + 1)
+        if self._capture is not None:
+            self._raw = logits
         if self._logprobs:
             self._logprobs.hold(sampled, logits)
         if self._adjuster:
@@ -282,6 +299,8 @@ class Engine:
             num = segment.num_rows if segment.tree is not None else 1
             emission, path = self._commit_segment(segment, decided[at : at + num], usable[at : at + num])
             result.emissions.append(emission)
+            if self._capture is not None and stream.request.capture:
+                self._keep(emission, at, path)
             if segment.tree is not None:
                 tree = segment.tree if segment.tree.num_drafted else None
                 result.outcomes.append(Outcome(stream, tree, path))
@@ -292,7 +311,18 @@ class Engine:
                 self.scheduler.share(stream)
             if emission.finish is not None:
                 self.remove(stream)
+        if self._capture is not None and self._raw is not None:
+            self._capture.take(self._raw)
+            self._raw = None
         return result
+
+    def _keep(self, emission: Emission, at: int, path: tuple[int, ...]) -> None:
+        """Note for capture which rows of the step decided what was emitted; `at` is the row of the tree's node 0."""
+        assert self._capture is not None
+        if emission.tokens:
+            self._capture.note(emission.stream, at, path, len(emission.tokens), emission.draft_version)
+        if emission.finish == "error":
+            self._capture.spoil(emission.stream)
 
     def _commit_segment(
         self, segment: Segment, decided: np.ndarray, usable: np.ndarray
@@ -330,6 +360,7 @@ class Engine:
         )
         tokens, finish = self._cut(stream, tokens)
         sources = sources[: len(tokens)]
+        tested, right = self._compare(stream, tree, tokens)
         stream.append(tokens)
         stream.num_computed = min(stream.num_computed, stream.num_tokens)
         self.pool.shrink(stream.key, stream.num_tokens)
@@ -337,9 +368,27 @@ class Engine:
         logprobs = self._logprobs.output(stream, path, tokens) if self._logprobs else None
         prompt = self._logprobs.prompt(stream) if self._logprobs else None
         emission = Emission(
-            stream, start, tuple(tokens), bytes(sources), num_drafted, finish, "", version, logprobs, prompt
+            stream,
+            start,
+            tuple(tokens),
+            bytes(sources),
+            num_drafted,
+            finish,
+            "",
+            version,
+            logprobs,
+            prompt,
+            tested,
+            right,
         )
         return emission, path
+
+    def _compare(self, stream: Stream, tree: Tree | None, tokens: list[int]) -> tuple[int, int]:
+        """How deep the draft models' own proposal for this step met the text, and how deep it was right."""
+        if self._drafter is None:
+            return 0, 0
+        proposed = self._drafter.proposed(stream) or tree
+        return (0, 0) if proposed is None else depths_met(proposed, tokens, SOURCE_DRAFT)
 
     def _compact(self, stream: Stream, start: int, path: tuple[int, ...]) -> None:
         """Scratch KV of the accepted nodes -> the slots of their positions. A path along the spine has nothing to move."""

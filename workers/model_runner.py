@@ -6,7 +6,6 @@ Any Hugging Face decoder that uses the attention interface runs unforked: its at
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from transformers import (
 from transformers.utils import logging
 
 from paceline.cluster.errors import ModelError
+from paceline.cluster.model_files import check_model_files, read_object, weights_version
 from paceline.cluster.speculation import Tree
 from paceline.kernels.decide import best, decide
 from paceline.kernels.keyed_noise import gumbel_vocabulary
@@ -38,7 +38,6 @@ from paceline.workers.kv_cache import KVCache
 from paceline.workers.layers import can_pack, pack_linears
 from paceline.workers.lean import LeanDecoder
 from paceline.workers.model_batch import BatchBuilder, PackedBatch
-from paceline.workers.model_files import check_model_files, read_object
 
 
 @dataclass(slots=True)
@@ -464,12 +463,3 @@ def _at_least(config: Any, name: str, least: int) -> int:
     if not isinstance(value, int) or value < least:
         raise ModelError(f"{name}={value!r}: expected an integer of at least {least}")
     return value
-
-
-def weights_version(folder: Path) -> str:
-    """12 hex digits of the SHA-256 over configuration and weights."""
-    state = hashlib.sha256()
-    for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
-        with path.open("rb") as file:
-            state.update(hashlib.file_digest(file, "sha256").digest())
-    return state.hexdigest()[:12]

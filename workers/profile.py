@@ -13,30 +13,29 @@ from paceline.workers.model_runner import ModelRunner
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 _CONTEXT = 64
-_REPEATS = 5
+_REPEATS = 9
 
 
 def measure_step_cost(runner: ModelRunner) -> StepCost:
     """Median time of a forward with 1..64 rows of one stream behind a short context.
 
-    Uses the pool's first blocks: call it before any stream is admitted. Takes a few dozen forwards.
+    The numbers of rows take turns, so that a neighbour that was busy for a moment slows all of them alike. Uses the
+    pool's first blocks: call it before any stream is admitted. Takes a few dozen forwards.
     """
     block_size = runner.cache.block_size
     room = min(runner.cache.num_blocks * block_size, runner.max_context)
     rows = [num for num in ROWS if num + 1 <= room]
     context = min(_CONTEXT, room - rows[-1])
     table = list(range(-(-(context + rows[-1]) // block_size)))
-    return StepCost(rows, [_median_s(runner, table, context, num) for num in rows])
+    rounds = [[_forward_s(runner, table, context, num) for num in rows] for _ in range(_REPEATS + 1)]
+    return StepCost(rows, np.median(rounds[1:], axis=0).tolist())  # the first one warms up
 
 
-def _median_s(runner: ModelRunner, table: list[int], context: int, num_rows: int) -> float:
+def _forward_s(runner: ModelRunner, table: list[int], context: int, num_rows: int) -> float:
     tree = Tree.build(0, [0] * (num_rows - 1), list(range(-1, num_rows - 2)))
-    seconds = []
-    for _ in range(_REPEATS + 1):  # the first one warms up
-        builder = BatchBuilder(runner.cache)
-        builder.add_tree(table, tree, context)
-        batch = builder.build()[0]
-        began = time.perf_counter()
-        runner.forward(batch)
-        seconds.append(time.perf_counter() - began)
-    return float(np.median(seconds[1:]))
+    builder = BatchBuilder(runner.cache)
+    builder.add_tree(table, tree, context)
+    batch = builder.build()[0]
+    began = time.perf_counter()
+    runner.forward(batch)
+    return time.perf_counter() - began

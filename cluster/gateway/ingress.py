@@ -27,6 +27,7 @@ from paceline.cluster.gateway.session import Session
 from paceline.cluster.gateway.streams import Streams
 from paceline.cluster.gateway.text import Tokenizer
 from paceline.cluster.keys import KeyStore, is_loopback
+from paceline.cluster.learning.consent import decide, tenant_of
 from paceline.cluster.metrics import Metrics
 from paceline.cluster.types import Request as StreamRequest
 
@@ -232,6 +233,9 @@ class Ingress:
         eos = () if body.ignore_eos else self._tokenizer.stop_ids
         stop_ids = tuple(dict.fromkeys((*eos, *body.stop_token_ids)))
         choices: list[Choice] = []
+        tenant, rule = tenant_of(caller.key, self._config.learning)
+        decision = decide(self._config.learning.enabled, rule, body.store)
+        self._metrics.consent.labels(decision).inc()
         echoes: Sequence[str | None] = prepared.echoes or [None] * len(prepared.prompts)
         for prompt_index, (ids, limit) in enumerate(zip(prepared.prompts, prepared.limits, strict=True)):
             for choice in range(body.n):
@@ -246,6 +250,9 @@ class Ingress:
                     prompt_logprobs=body.num_prompt_logprobs,
                     priority=body.priority,
                     cache_salt=caller.salt(body.cache_salt),
+                    tenant=tenant,
+                    domain=body.domain,
+                    capture=decision == "kept",
                 )
                 choices.append(
                     Choice(

@@ -22,7 +22,10 @@ def server_config(app: ASGIApp, *, client_timeout_s: float, **options: Any) -> u
     class Protocol(GuardedProtocol):
         timeout_s = client_timeout_s
 
-    defaults: dict[str, Any] = {"log_level": "warning", "access_log": False, "lifespan": "off", "ws": "none"}
+    # Headers of proxies are not believed: whoever sits on this machine could send them and be anybody.
+    defaults: dict[str, Any] = {
+        "log_level": "warning", "access_log": False, "lifespan": "off", "ws": "none", "proxy_headers": False,
+    }  # fmt: skip
     return uvicorn.Config(app, http=Protocol, **(defaults | options))
 
 

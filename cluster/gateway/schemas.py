@@ -6,6 +6,7 @@ Each field's description is its legal range: it completes the sentence `field=va
 from __future__ import annotations
 
 import math
+import re
 import secrets
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -28,6 +29,11 @@ MAX_BIASES = 1024
 MAX_LOGPROBS = 5
 """Of plain completions, as with OpenAI."""
 MAX_TOP_LOGPROBS = 20
+MAX_METADATA = 16
+"""This and the next two as with OpenAI."""
+MAX_METADATA_KEY = 64
+MAX_METADATA_VALUE = 512
+MAX_DOMAIN = 64
 
 Int = Annotated[int, Strict()]
 Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
@@ -36,6 +42,10 @@ Text = Annotated[str, Strict()]
 TokenId = Annotated[int, Strict(), Field(ge=0, lt=1 << 31)]
 BiasedToken = Annotated[str, Strict(), Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 Bias = Annotated[float, Strict(), Field(allow_inf_nan=False, ge=-100, le=100)]
+MetadataKey = Annotated[str, Strict(), Field(min_length=1, max_length=MAX_METADATA_KEY)]
+MetadataValue = Annotated[str, Strict(), Field(max_length=MAX_METADATA_VALUE)]
+_PRINTABLE = re.compile(r"[ -~]*")
+_DOMAIN: dict[str, Any] = {"type": "string", "maxLength": MAX_DOMAIN, "pattern": "^[ -~]*$"}
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": (1 << 31) - 1}}
 _PROMPT_SHAPES: list[Any] = [
     {"type": "string"},
@@ -175,10 +185,19 @@ class GenerationRequest(Body):
     )
     speculation: Flag = Field(True, description="true or false; the text does not depend on it")
     user: Text = Field("", description="a string")
-    store: Flag = Field(False, description="true or false")
+    store: Flag | None = Field(
+        None,
+        description="true or false; whether it may be kept for training drafts, where operator and tenant agree",
+    )
     return_token_ids: Flag = Field(False, description="true or false")
     parallel_tool_calls: Flag = Field(True, description="true or false; there are no tools yet")
-    metadata: dict[str, Any] = Field(default_factory=dict, description="an object")
+    metadata: dict[MetadataKey, MetadataValue] = Field(
+        default_factory=dict,
+        max_length=MAX_METADATA,
+        description=f"an object with up to {MAX_METADATA} pairs of strings, keys of 1 to {MAX_METADATA_KEY} and values of "
+        f"up to {MAX_METADATA_VALUE} characters; a domain of up to {MAX_DOMAIN}, all of them printable ASCII",
+        json_schema_extra={"properties": {"domain": _DOMAIN}},
+    )
 
     best_of: Int | None = Field(
         None, ge=1, le=MAX_CHOICES, description="the same number as n; other values are not supported"
@@ -253,6 +272,20 @@ class GenerationRequest(Body):
             message = f"prompt_logprobs={self.prompt_logprobs}: expected none with stream=true"
             raise RequestError(message, param="prompt_logprobs", code="invalid_value")
         return self
+
+    @field_validator("metadata")
+    @classmethod
+    def _known_domain(cls, value: dict[str, str]) -> dict[str, str]:
+        """A domain becomes a label of figures and chooses drafts."""
+        domain = value.get("domain", "")
+        if len(domain) > MAX_DOMAIN or not _PRINTABLE.fullmatch(domain.strip()):
+            raise PydanticCustomError("domain", "not a domain")
+        return value
+
+    @property
+    def domain(self) -> str:
+        """What the request is about, if the client says so."""
+        return self.metadata.get("domain", "").strip()
 
     @property
     def echoes(self) -> bool:

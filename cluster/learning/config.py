@@ -22,9 +22,10 @@ class CaptureConfig(Section):
     max_mb: Annotated[int, Field(ge=1, le=1 << 20)] = 1024
     """Storage it may take; the oldest goes first."""
     queue_mb: Annotated[int, Field(ge=1, le=1 << 16)] = 16
-    """Memory for what is not written yet, in each decode worker. What does not fit is dropped and counted."""
+    """Memory for what is not written yet, in each decode worker: half for the logits of the last steps, half for what
+    is kept of them. Requests that do not fit are dropped and counted."""
     flush_s: Seconds = 5.0
-    """What was captured is on storage after so long at most."""
+    """A request is on storage so long after its end, at most."""
     holdout: Share = 0.05
     """Of requests, by their id, that are kept for the gate and never trained on."""
     redact: str = "none"
@@ -46,14 +47,23 @@ class TrainConfig(Section):
     """Of a batch, from what was captured since the last run; the rest from a reservoir of older requests."""
     max_tenant_share: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Of a batch that one tenant may have, if there are others."""
-    loss: Literal["kl", "tv", "hybrid", "adaspec"] = "hybrid"
+    loss: Literal["kl", "tv", "log_alpha", "hybrid", "adaspec"] = "hybrid"
     """kl: forward, with a rest bucket. tv: total variation. hybrid: from the first to the second as acceptance grows.
-    adaspec: kl on the tokens that a reference still finds learnable."""
+    adaspec: kl on the tokens that a reference still finds learnable; the reference takes half of the steps.
+    log_alpha: -log of the overlap."""
+    greedy_temperature: Annotated[float, Field(ge=0.05, le=1)] = 0.3
+    """Requests under this temperature are trained at it: the gradient of a plain argmax says nothing of the runners-up."""
     method: Literal["full", "lora"] = "full"
     """What is trained: all weights, or low-rank adapters, which are merged before they are served."""
     lora_rank: Annotated[int, Field(ge=1, le=256)] = 16
     zero_stage: Annotated[int, Field(ge=0, le=2)] = 0
-    """DeepSpeed's ZeRO stage."""
+    """DeepSpeed's ZeRO stage; 0 trains with plain torch, 1 and 2 need `pip install paceline[train]`."""
+    memory_mb: Annotated[int, Field(ge=1, le=1 << 20)] = 256
+    """For the captured requests of one run: the newest ones, and a uniform sample of the older."""
+    save_steps: Annotated[int, Field(ge=1, le=1 << 20)] = 20
+    """A run's state is written so often: a kill costs as many steps at most."""
+    seed: Annotated[int, Field(ge=0, le=(1 << 63) - 1)] = 0
+    """Of the order of requests and of new adapters."""
 
 
 class GateConfig(Section):
@@ -107,11 +117,20 @@ class LearningConfig(Section):
     enabled: bool = False
     """Operators must ask for it: it keeps what consenting clients send, for a while."""
     storage: str = "auto"
-    """fsspec URL or path for captured shards and weights of versions. auto: `learning` in PACELINE_HOME."""
+    """fsspec URL or absolute path for captured shards and weights of versions, the same one for all nodes. auto:
+    `learning` in PACELINE_HOME."""
     registry: str = "auto"
     """SQLAlchemy URL: SQLite or PostgreSQL. auto: registry.db in PACELINE_HOME."""
     train_automatically: bool = True
     """False: only when somebody asks."""
+    tags: list[Annotated[str, Field(pattern=r"^(tenant|domain):.+")]] = Field(default=[])
+    """Tenants and domains that get drafts of their own, trained on their requests alone: tenant:NAME, domain:NAME."""
+    horizon_h: Annotated[float, Field(gt=0, le=24 * 365)] = 24.0
+    """So long traffic is expected to stay as it is: what a run saves counts for so long."""
+    min_return: Annotated[float, Field(ge=0, le=1000)] = 1.5
+    """Seconds that a run must promise to save for each second it costs; 0 always trains when there is new traffic."""
+    revoke_deleted: bool = True
+    """Versions that learned from requests that were deleted serve no longer. False: they are marked only."""
     capture: CaptureConfig = CaptureConfig()
     train: TrainConfig = TrainConfig()
     gate: GateConfig = GateConfig()

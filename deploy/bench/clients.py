@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -30,6 +30,8 @@ class Raw:
     data: bytes
     ttft_s: float
     """Request sent to first bytes here."""
+    times: tuple[float, ...] = ()
+    """When its parts came, by `time.perf_counter`."""
 
 
 @dataclass(slots=True)
@@ -44,10 +46,15 @@ class Answer:
     """Chunks with text."""
     metrics: dict[str, Any] = field(default_factory=dict)
     ttft_s: float = 0.0
+    token_ids: list[int] = field(default_factory=list)
+    """Of the output, if the request asked for them."""
 
 
-def post(request: Request, *, model: str, salt: str) -> bytes:
-    """A streaming completion as it goes on the wire. A salt of its own keeps a prompt out of every prefix cache."""
+def post(request: Request, *, model: str, salt: str, more: Mapping[str, Any] | None = None) -> bytes:
+    """A streaming completion as it goes on the wire. A salt of its own keeps a prompt out of every prefix cache.
+
+    `more`: further fields of the body.
+    """
     sampling = request.sampling
     body = json.dumps(
         {
@@ -61,6 +68,7 @@ def post(request: Request, *, model: str, salt: str) -> bytes:
             "stream": True,
             "stream_options": {"include_usage": True},
             "cache_salt": salt,
+            **(more or {}),
         }
     ).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -74,15 +82,14 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parts: list[bytes] = []
         self._tail = b""
-        self._first_at = 0.0
+        self._times: list[float] = []
         self._whole: asyncio.Future[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but its base class
 
     def data_received(self, data: bytes) -> None:
-        if not self._parts:
-            self._first_at = time.perf_counter()
+        self._times.append(time.perf_counter())
         self._parts.append(data)
         self._tail = (self._tail + data)[-len(_END) :]
         if self._whole is None or self._whole.done():
@@ -108,12 +115,12 @@ class _Connection(asyncio.Protocol):
         assert self._transport is not None
         if self._transport.is_closing():
             raise PacelineError("the gateway closed the connection")
-        self._parts, self._tail = [], b""
+        self._parts, self._times, self._tail = [], [], b""
         self._whole = asyncio.get_running_loop().create_future()
         sent_at = time.perf_counter()
         self._transport.write(request)
         await self._whole
-        return Raw(b"".join(self._parts), self._first_at - sent_at)
+        return Raw(b"".join(self._parts), self._times[0] - sent_at, tuple(self._times))
 
     def close(self) -> None:
         if self._transport is not None:
@@ -160,6 +167,35 @@ async def run(host: str, port: int, requests: Sequence[bytes], streams: int) -> 
     return [answers[index] for index in range(len(requests))], spent
 
 
+async def run_open(host: str, port: int, requests: Sequence[bytes], starts: Sequence[float]) -> list[Raw]:
+    """All requests to their ends, each begun so many seconds from now, however many are on their way already.
+
+    Raises:
+        PacelineError: a request failed; the others are dropped.
+    """
+    loop = asyncio.get_running_loop()
+    began = time.perf_counter()
+    idle: list[_Connection] = []
+
+    async def follow(request: bytes, start: float) -> Raw:
+        await asyncio.sleep(max(0.0, began + start - time.perf_counter()))
+        connection = idle.pop() if idle else (await loop.create_connection(_Connection, host, port))[1]
+        try:
+            return await asyncio.wait_for(connection.ask(request), _LIMIT_S)
+        finally:
+            idle.append(connection)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(follow(*one)) for one in zip(requests, starts, strict=True)]
+    except* (PacelineError, TimeoutError) as errors:
+        raise PacelineError(str(errors.exceptions[0]) or f"no answer within {_LIMIT_S:g} s") from None
+    finally:
+        for connection in idle:
+            connection.close()
+    return [task.result() for task in tasks]
+
+
 def read(raw: Raw) -> Answer:
     """Take an answer apart.
 
@@ -176,6 +212,7 @@ def read(raw: Raw) -> Answer:
             raise PacelineError(f"a stream failed: {found['error'].get('message', found['error'])}")
         for choice in found["choices"]:
             answer.text += choice["text"]
+            answer.token_ids += choice.get("token_ids") or []
             answer.num_events += bool(choice["text"])
             answer.finish = choice["finish_reason"] or answer.finish
         if found.get("usage"):

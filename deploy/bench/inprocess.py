@@ -21,11 +21,12 @@ from paceline.cluster.config import DraftConfig, SpeculationConfig
 from paceline.cluster.controller import Controller
 from paceline.cluster.errors import RequestError
 from paceline.cluster.metrics import Metrics
+from paceline.cluster.referee import Referee
 from paceline.cluster.scheduler import Stream
 from paceline.cluster.speculation import Tree
 from paceline.cluster.types import SOURCE_NAMES, Request, Sampling
 from paceline.deploy.bench.figures import Block, Count, timed
-from paceline.workers.draft import DraftEngine
+from paceline.workers.draft_engine import DraftEngine
 from paceline.workers.drafters.base import Context, Drafter, make
 from paceline.workers.drafters.colocated import ColocatedDrafter
 from paceline.workers.drafters.fused import FusedDrafter
@@ -73,7 +74,7 @@ def drafters(folder: Path, speculation: SpeculationConfig | None = None) -> Draf
         engine = DraftEngine(runner, token_budget=config.token_budget, prefix_cache=False)
         context = Context(target, shape, Metrics(), draft=engine)
         # Step times are measured where the blocks will run: with the same number of threads.
-        controller = Controller(measure_step_cost(target))
+        controller = Controller(measure_step_cost(target), referee=Referee())
         return FusedDrafter([make(name, context) for name in shape.sources], controller)
 
     return make_all

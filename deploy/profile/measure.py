@@ -25,7 +25,7 @@ from paceline.cluster.profile import (
 from paceline.cluster.speculation import Tree, prefix_hash
 from paceline.cluster.types import DraftOpen, Sampling
 from paceline.deploy.bench.inprocess import thread_counts, threads
-from paceline.workers.draft import DraftEngine
+from paceline.workers.draft_engine import DraftEngine
 from paceline.workers.kv_cache import KVCache
 from paceline.workers.model_batch import BatchBuilder
 from paceline.workers.model_runner import ModelRunner, load_runner

@@ -83,7 +83,7 @@ def control(clock: Clock) -> Control:
 async def client(control: Control) -> AsyncIterator[httpx.AsyncClient]:
     """An operator."""
     transport = httpx.ASGITransport(build_control_app(control))
-    async with httpx.AsyncClient(transport=transport, base_url="http://control") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield client
 
 
@@ -92,7 +92,8 @@ async def test_health_answers_before_any_worker_is_known(client: httpx.AsyncClie
     assert (await client.get("/health")).json() == {"status": "ok"}
     assert (await client.get("/metrics")).text == ""
     status = (await client.get("/admin/api/status")).json()
-    assert status == {"model": "some-model", "revision": 0, "workers": []}
+    assert (status["model"], status["revision"], status["workers"]) == ("some-model", 0, [])
+    assert status["learning"]["state"] == "off" and "learning is off" in status["learning"]["reason"]
 
 
 async def test_status_lists_the_directory_with_the_freshest_figures(

@@ -1,5 +1,6 @@
 """API keys: hashed at rest, private to their owner, seen at once by whoever reads, refused when in doubt."""
 
+import json
 import os
 import stat
 import subprocess
@@ -116,3 +117,36 @@ def test_a_listener_open_to_others_does_not_start_by_mistake(store: KeyFile) -> 
     store.revoke(key.id)
     with pytest.raises(ConfigError, match="no API key"):
         check_guarded("auto", "0.0.0.0", store)
+
+
+def test_a_key_says_whose_it_is_and_what_may_be_kept(store: KeyFile) -> None:
+    """Nothing, if nobody said so; withdrawn consent is seen by whoever reads."""
+    plain, _ = store.create("ci")
+    key, text = store.create("team a", tenant="acme", capture="asked")
+
+    assert (plain.owner, plain.capture) == ("ci", "never")
+    assert (key.owner, key.capture) == ("acme", "asked")
+    assert store.find(text) == key
+    changed = store.consent(key.id, "never")
+    assert store.find(text) == changed and changed.capture == "never"
+    for wrong in (lambda: store.create("x", capture="always"), lambda: store.consent(key.id, "yes")):
+        with pytest.raises(ConfigError, match="expected one of never, asked, default"):
+            wrong()
+    with pytest.raises(ConfigError, match="tenant"):
+        store.create("x", tenant="a\nb")
+    with pytest.raises(ConfigError, match="no such key"):
+        store.consent("nope", "never")
+    assert len(store.read()) == 2
+
+
+def test_key_files_of_earlier_versions_still_open_the_door(store: KeyFile) -> None:
+    """Their keys consent to nothing."""
+    key, text = store.create("ci")
+    old = {name: getattr(key, name) for name in ("id", "name", "sha256", "created", "revoked")}
+    store.path.write_text(json.dumps({"keys": [old], "version": 1}))
+
+    found = store.find(text)
+    assert found is not None
+    assert (found.owner, found.capture) == ("ci", "never")
+    store.create("another")
+    assert store.find(text) == found

@@ -26,7 +26,7 @@ def test_keys_are_created_listed_and_revoked(tmp_path: Path) -> None:
     listed = run(tmp_path, "keys", "list")
     rows = json.loads(run(tmp_path, "keys", "list", "--json").stdout)
     assert [row["name"] for row in rows] == ["ci", "[bold]team a[/bold]"]
-    assert set(rows[0]) == {"id", "name", "created", "revoked"}
+    assert set(rows[0]) == {"id", "name", "created", "revoked", "tenant", "capture"}
     assert "[bold]team a[/bold]" in listed.stdout
     assert shown not in listed.stdout
 
@@ -50,3 +50,20 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         assert (done.returncode, done.stdout) == (2, "")
         assert expected in " ".join(done.stderr.split())
         assert "Traceback" not in done.stderr
+
+
+def test_consent_is_given_and_withdrawn(tmp_path: Path) -> None:
+    """With the key, and later by its id."""
+    given = ["--tenant", "acme", "--capture", "asked"]
+    created = json.loads(run(tmp_path, "keys", "create", "ci", *given, "--json").stdout)
+    assert (created["tenant"], created["capture"]) == ("acme", "asked")
+    shown = run(tmp_path, "keys", "list").stdout
+    assert "acme" in shown and "asked" in shown
+    assert run(tmp_path, "keys", "consent", created["id"], "--capture", "never").returncode == 0
+
+    [row] = json.loads(run(tmp_path, "keys", "list", "--json").stdout)
+    assert row["capture"] == "never"
+    refused = run(tmp_path, "keys", "create", "ci", "--capture", "always")
+    assert refused.returncode == 2 and "expected one of never, asked, default" in " ".join(
+        refused.stderr.split()
+    )

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,26 @@ def cluster(home: Path) -> Iterator[Cluster]:
     left = [p.pid for p in psutil.process_iter() if _run_of(p) == state["run_id"]]
     assert left == [], f"processes left by `paceline stop`: {left}"
     assert not Path(state.get("ray_folder") or "/nowhere").exists()
+
+
+@pytest.fixture(scope="module")
+def start_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Cluster]]:
+    """(name, *settings) -> a cluster in a home of its own; at the end of the module all of them are stopped."""
+    started: list[Cluster] = []
+
+    def start(name: str, *settings: str) -> Cluster:
+        home = tmp_path_factory.mktemp(name)
+        given = [part for setting in ("control.port=0", *settings) for part in ("--set", setting)]
+        began = time.monotonic()
+        done = run_cli(home, "serve", "--detach", "--name", name, "--port", "0", *given)
+        assert done.returncode == 0, done.stdout + done.stderr
+        state = json.loads((home / "run" / name / "state.json").read_text())
+        started.append(Cluster(home, name, state["gateway"], state["control"], time.monotonic() - began))
+        return started[-1]
+
+    yield start
+    results = [cluster.cli("stop") for cluster in started]
+    assert [done.returncode for done in results] == [0] * len(started), [done.stderr for done in results]
 
 
 ROLES = ("prefill", "decode", "draft")

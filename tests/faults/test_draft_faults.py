@@ -16,11 +16,12 @@ import processes
 from paceline.cluster.gateway.streams import StreamReport
 from paceline.cluster.router import sticky
 from paceline.cluster.scheduler import Stream
-from paceline.cluster.speculation import DraftPatience
+from paceline.cluster.speculation import DraftPatience, SpareCore
 from paceline.cluster.types import Request
 from paceline.workers.base import Worker
 from paceline.workers.decode import DecodeWorker
-from paceline.workers.draft import DraftEngine, DraftWorker, SpareCore
+from paceline.workers.draft import DraftWorker
+from paceline.workers.draft_engine import DraftEngine
 from paceline.workers.drafters.remote import RemoteDrafter
 
 NUM = 200
@@ -60,15 +61,15 @@ def paced(monkeypatch: pytest.MonkeyPatch) -> None:
 def homes(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
     """Request -> incarnations of the draft workers that it was opened with, in turn."""
     found: dict[str, list[int]] = {}
-    original = RemoteDrafter.open
+    original = RemoteDrafter._open
 
-    def opened(self: RemoteDrafter, stream: Stream) -> None:
-        original(self, stream)
+    def opened(self: RemoteDrafter, stream: Stream, *, is_wanted: bool) -> None:
+        original(self, stream, is_wanted=is_wanted)
         if stream.key in self._streams:
             worker = self._streams[stream.key].source.worker
             found.setdefault(stream.request.id.split("@")[0], []).append(worker.incarnation)
 
-    monkeypatch.setattr(RemoteDrafter, "open", opened)
+    monkeypatch.setattr(RemoteDrafter, "_open", opened)
     return found
 
 
@@ -246,7 +247,7 @@ async def test_streams_evicted_from_a_full_draft_worker_are_opened_again(models:
 async def test_what_was_drafted_ahead_is_served(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a core to spare the draft worker works while the target does; with a perfect draft nothing is wasted."""
     monkeypatch.setattr(SpareCore, "may_work", lambda *_: True)
-    monkeypatch.setattr("paceline.workers.draft._AHEAD_FLOOR", 0.0)
+    monkeypatch.setattr("paceline.workers.draft_engine._AHEAD_FLOOR", 0.0)
     what = h.request("r", PROMPT, NUM, **HOW)
     async with h.cluster(models, *SHALLOW) as cluster:
         await cluster.add(DecodeWorker, "0")

@@ -17,7 +17,7 @@ from paceline.cluster.speculation import Tree
 from paceline.cluster.types import SOURCE_DRAFT, DraftOpen, Request, Sampling
 from paceline.workers import adjust
 from paceline.workers.adjust import TokenCounts, apply_changes, paths_of
-from paceline.workers.draft import DraftEngine
+from paceline.workers.draft_engine import DraftEngine
 from paceline.workers.drafters.base import Drafter
 from paceline.workers.drafters.colocated import ColocatedDrafter
 from paceline.workers.engine import Engine

@@ -30,10 +30,10 @@ from transformers import (
 
 from bundled import TARGET
 from paceline.cluster.errors import ModelError, PacelineError, RequestError
+from paceline.cluster.model_files import INDEX, WEIGHTS
 from paceline.cluster.types import Request, Sampling
 from paceline.workers import model_runner
 from paceline.workers.engine import Engine
-from paceline.workers.model_files import INDEX, WEIGHTS
 from paceline.workers.model_runner import ModelRunner, load_model, load_model_config, load_runner
 
 FolderFactory = Callable[[str], Path]

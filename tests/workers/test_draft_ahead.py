@@ -12,7 +12,7 @@ from paceline.cluster.metrics import Metrics
 from paceline.cluster.scheduler import Stream
 from paceline.cluster.speculation import prefix_hash
 from paceline.cluster.types import DraftOpen, DraftTree, Request, Sampling
-from paceline.workers.draft import DraftEngine
+from paceline.workers.draft_engine import DraftEngine
 from paceline.workers.drafters.colocated import ColocatedDrafter
 from paceline.workers.model_runner import ModelRunner
 
@@ -66,7 +66,7 @@ def count(metrics: Metrics, name: str, label: str) -> float:
 @pytest.fixture
 def sure(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Random models are never sure: they draft ahead all the same."""
-    monkeypatch.setattr("paceline.workers.draft._AHEAD_FLOOR", 0.0)
+    monkeypatch.setattr("paceline.workers.draft_engine._AHEAD_FLOOR", 0.0)
     yield
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.cluster.speculation import is_tree, prefix_hash
 from paceline.cluster.types import DraftOpen, DraftTree, Request, Sampling
-from paceline.workers.draft import DraftEngine
+from paceline.workers.draft_engine import DraftEngine
 from paceline.workers.engine import Engine
 from paceline.workers.model_runner import ModelRunner
 

@@ -23,7 +23,8 @@ from paceline.cluster.scheduler import Stream
 from paceline.cluster.speculation import Tree
 from paceline.cluster.types import SOURCE_NAMES, SOURCE_SUFFIX, Request, Sampling
 from paceline.workers.decode import DecodeWorker
-from paceline.workers.draft import DraftEngine, DraftWorker
+from paceline.workers.draft import DraftWorker
+from paceline.workers.draft_engine import DraftEngine
 from paceline.workers.drafters import base
 from paceline.workers.drafters.base import Context, Drafter, make, names, register
 from paceline.workers.drafters.fused import FusedDrafter

@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from paceline.cluster.controller import Controller, StepCost
 from paceline.cluster.metrics import Metrics
+from paceline.cluster.referee import Referee
 from paceline.cluster.scheduler import Stream
 from paceline.cluster.speculation import Tree
 from paceline.cluster.types import Request, Sampling
@@ -18,6 +20,7 @@ from paceline.workers.drafters.colocated import ColocatedDrafter
 from paceline.workers.drafters.fused import FusedDrafter
 from paceline.workers.drafters.suffix import SuffixDrafter
 from paceline.workers.engine import Engine
+from paceline.workers.model_batch import PackedBatch
 from paceline.workers.model_runner import load_runner
 from paceline.workers.profile import measure_step_cost
 
@@ -286,3 +289,29 @@ def test_figures_of_a_run_add_up_by_source(model_folder: Callable[[str], Path]) 
     assert metrics.step_nodes._sum.get() == num_nodes
     assert f"paceline_step_draft_nodes_count {float(steps)}" in metrics.text().decode()
     assert controller.calibration_errors().keys() >= {"draft"}
+
+
+@pytest.mark.parametrize("compared", [False, True])
+def test_the_clock_overrules_a_wrong_table(model_folder: Callable[[str], Path], compared: bool) -> None:
+    """Nodes cost four times what they bring and the table says nothing: only a comparison with plain steps finds out."""
+    runner, _ = load_runner(model_folder("llama"), kv_memory_mb=8, block_size=8)
+    request = Request("long", tuple(range(3, 20)), Sampling(seed=1, temperature=1.0), 220)
+    expected = Engine(runner, token_budget=256, max_streams=8).run([request])
+    now = 0.0
+    forward = runner.forward
+
+    def timed_forward(batch: PackedBatch) -> Tensor:
+        nonlocal now
+        now += 4 * len(batch.input_ids) - 3 if len(batch.input_ids) < 9 else 1
+        return forward(batch)
+
+    cost = StepCost([1, 64], [1.0, 1.0001])
+    cost.observe = lambda rows, seconds: None  # type: ignore[method-assign]
+    chain = Chain(expected)
+    controller = Controller(cost, referee=Referee() if compared else None)
+    fused = FusedDrafter([chain], controller, clock=lambda: now)
+    engine = Engine(runner, token_budget=256, max_streams=8, drafter=fused)
+    runner.forward = timed_forward  # type: ignore[method-assign]
+
+    assert engine.run([request]) == expected
+    assert (now < 1.8 * 220) if compared else (now > 2.5 * 220)

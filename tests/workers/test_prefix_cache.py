@@ -17,7 +17,7 @@ from paceline.cluster.scheduler import Stream
 from paceline.cluster.speculation import Tree
 from paceline.cluster.types import DraftOpen, Request, Sampling
 from paceline.workers.decode import DecodeWorker
-from paceline.workers.draft import DraftEngine
+from paceline.workers.draft_engine import DraftEngine
 from paceline.workers.drafters.base import Drafter
 from paceline.workers.engine import Engine
 from paceline.workers.model_runner import ModelRunner, load_model, load_model_config

@@ -28,6 +28,16 @@ class Wire:
         self.sent.append(message)
 
 
+class Clock:
+    """Stands still."""
+
+    def __init__(self, now: float) -> None:
+        self._now = now
+
+    def monotonic(self) -> float:
+        return self._now
+
+
 @pytest.fixture
 def ready() -> tuple[RemoteDrafter, Wire, Stream]:
     """A drafter whose worker is connected, and a stream that was opened there."""
@@ -270,3 +280,110 @@ def test_a_draft_worker_that_does_not_know_a_stream_is_not_waited_for(
     assert outcome(drafter, "unknown") == 1
     assert wire.sent[-1].opens[0].token_ids == (1, 2, 3, 4)
     assert drafter._streams[stream.key].source.patience.wait_s() > 0
+
+
+def running(drafter: RemoteDrafter, wire: Wire, name: str, prompt: int = 3, **origin: str) -> Stream:
+    """A stream at a draft worker that is connected, two tokens behind its prompt."""
+    stream = Stream(
+        Request(name, (1,) * prompt, Sampling(0), 50, **origin), 0, np.zeros(90, np.int32), prompt, prompt, 0
+    )
+    stream.buffer[:prompt] = 1
+    drafter.route(stream.key, WORKER)
+    drafter.open(stream)
+    stream.append([5, 6])
+    return stream
+
+
+def test_no_prompt_is_sent_for_nothing(
+    ready: tuple[RemoteDrafter, Wire, Stream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While nobody is asked for a stream is told only when it is; that step does not wait for the whole prompt."""
+    drafter, wire, first = ready
+    drafter._config = SpeculationConfig(max_wait_ms=900)
+    first.append([4])
+    now = 1000.0
+    monkeypatch.setattr("paceline.workers.drafters.remote.time", Clock(now))
+    drafter._last_asked = (now - 2.0, 1)
+    late = running(drafter, wire, "late", tenant="acme", domain="sql")
+    assert len(wire.sent) == 1
+
+    drafter.observe([late])
+    (opened,) = wire.sent[-1].opens
+    assert (opened.request_id, opened.token_ids) == (late.key, (1, 1, 1, 5, 6))
+    assert (opened.tenant, opened.domain) == ("acme", "sql")
+    assert drafter.propose([late]) == [None]  # at once: the clock stands still, and a wait would never end
+    late.append([7])
+    drafter.observe([late])
+    assert not wire.sent[-1].opens and wire.sent[-1].advances[0].token_ids == (7,)
+    drafter.deliver(5, answer(late))
+    assert drafter.propose([late]) != [None]
+
+
+def test_an_answer_to_a_late_open_is_taken_if_it_is_there(ready: tuple[RemoteDrafter, Wire, Stream]) -> None:
+    drafter, wire, first = ready
+    first.append([4])
+    drafter._last_asked = (-100.0, 1)
+    late = running(drafter, wire, "late")
+    drafter.observe([late])
+    drafter.deliver(5, answer(late))
+
+    (tree,) = drafter.propose([late])
+    assert tree is not None and tree.tokens.tolist() == [6, 7, 8]
+
+
+def test_while_drafts_are_in_use_a_stream_is_told_when_it_is_admitted(
+    ready: tuple[RemoteDrafter, Wire, Stream],
+) -> None:
+    """Both models compute its prompt at the same time, and the first step waits as any other."""
+    drafter, wire, first = ready
+    first.append([4])
+    drafter.observe([first])
+    sent = len(wire.sent)
+    running(drafter, wire, "a")
+
+    assert [opened.request_id for opened in wire.sent[sent].opens] == ["a/0"]
+    assert wire.sent[sent].opens[0].token_ids == (1, 1, 1)
+
+
+def test_a_few_trials_do_not_count_as_use(ready: tuple[RemoteDrafter, Wire, Stream]) -> None:
+    """One of many is tried now and then: the prompts of the others are not sent for that."""
+    drafter, wire, first = ready
+    streams = [running(drafter, wire, name) for name in "abcdefg"]
+    first.append([4])
+    drafter.observe([first])
+    sent = len(wire.sent)
+    running(drafter, wire, "h")
+    assert len(wire.sent) == sent
+
+    drafter.observe(streams)
+    sent = len(wire.sent)
+    running(drafter, wire, "i")
+    assert len(wire.sent) == sent + 1
+
+
+def test_streams_that_nobody_asked_for_move_without_a_word(ready: tuple[RemoteDrafter, Wire, Stream]) -> None:
+    """Their draft worker never heard of them, nor need the next one."""
+    drafter, wire, first = ready
+    first.append([4])
+    drafter._last_asked = (-100.0, 1)
+    running(drafter, wire, "quiet")
+    drafter.reroute([first], [WORKER, OTHER])
+    drafter.lost(5)
+    elsewhere = Wire()
+    drafter.connected(OTHER, elsewhere)  # type: ignore[arg-type]
+
+    assert [opened.request_id for ask in elsewhere.sent for opened in ask.opens] == [first.key]
+
+
+def test_the_version_is_that_of_each_tree(ready: tuple[RemoteDrafter, Wire, Stream]) -> None:
+    """Streams of one draft worker may draft with different weights; only what is live counts as its weights."""
+    drafter, wire, first = ready
+    other = running(drafter, wire, "other")
+    drafter.observe([first, other])
+    live = answer(first)
+    canary = msgspec.structs.replace(answer(other).trees[0], version="v2")
+    drafter.deliver(5, Drafts(9, "v1", (*live.trees, canary)))
+    drafter.reroute([first, other], [msgspec.structs.replace(WORKER, version="v1")])
+    drafter.propose([first, other])
+
+    assert (drafter.version(first), drafter.version(other), drafter.weights) == ("v1", "v2", "v1")

@@ -11,9 +11,9 @@ from paceline.cluster.config import SpeculationConfig
 from paceline.cluster.metrics import Metrics
 from paceline.cluster.scheduler import Stream
 from paceline.cluster.speculation import Tree
-from paceline.cluster.types import SOURCE_DRAFT, WorkerInfo
+from paceline.cluster.types import SOURCE_DRAFT, DraftOpen, WorkerInfo
 from paceline.workers import drafters
-from paceline.workers.draft import DraftEngine
+from paceline.workers.draft_engine import DraftEngine
 from paceline.workers.model_runner import ModelRunner
 
 
@@ -60,9 +60,28 @@ class Drafter:
     def close(self, stream: Stream) -> None:
         """The stream ended or was cancelled."""
 
+    def proposed(self, stream: Stream) -> Tree | None:
+        """What a draft model alone proposed behind the stream's last token; None if that is no other than `propose`'s."""
+        return None
+
     def version(self, stream: Stream) -> str:
         """Version of the weights that last drafted for the stream; empty if none did."""
         return ""
+
+
+def draft_open(stream: Stream) -> DraftOpen:
+    """All that a draft model must know of a stream, as it is now."""
+    request = stream.request
+    return DraftOpen(
+        stream.key,
+        tuple(stream.token_ids.tolist()),
+        request.sampling,
+        stream.num_prompt,
+        request.stop_ids,
+        request.cache_salt,
+        request.tenant,
+        request.domain,
+    )
 
 
 # --- by name --------------------------------------------------------------------------------------------

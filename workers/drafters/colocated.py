@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from paceline.cluster.scheduler import Stream
 from paceline.cluster.speculation import Tree, is_tree, prefix_hash
-from paceline.cluster.types import DraftOpen, DraftTree
-from paceline.workers.draft import DraftEngine
-from paceline.workers.drafters.base import Drafter
+from paceline.cluster.types import DraftTree
+from paceline.workers.draft_engine import DraftEngine
+from paceline.workers.drafters.base import Drafter, draft_open
 
 _MAX_DROPS = 3
 """A stream that the draft engine could not hold so often (too long for it, a token it lacks) is left alone."""
@@ -79,20 +79,11 @@ class ColocatedDrafter(Drafter):
         new = tuple(tokens[known:].tolist())
         if known and self._engine.advance(stream.key, known, prefix_hash(tokens[:known]), new):
             return
-        request = stream.request
-        everything = DraftOpen(
-            stream.key,
-            tuple(tokens.tolist()),
-            request.sampling,
-            stream.num_prompt,
-            request.stop_ids,
-            request.cache_salt,
-        )
-        self._engine.open(stream.key, everything)
+        self._engine.open(stream.key, draft_open(stream))
 
     def _tree(self, stream: Stream, reply: DraftTree | None) -> Tree | None:
         if reply is None or not is_tree(reply.tokens, reply.parents, reply.scores, self._vocab_size):
             return None
-        self._versions[stream.key] = self._engine.runner.version
+        self._versions[stream.key] = reply.version
         root = int(stream.buffer[stream.num_tokens - 1])
         return Tree.build(root, reply.tokens, reply.parents, scores=reply.scores)

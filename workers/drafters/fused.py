@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 
 from paceline.cluster.controller import Controller
 from paceline.cluster.metrics import Metrics
+from paceline.cluster.referee import Referee
 from paceline.cluster.scheduler import Stream
 from paceline.cluster.speculation import Tree, fuse
+from paceline.cluster.types import SOURCE_DRAFT
 from paceline.workers.drafters.base import Drafter, Outcome
 
 
@@ -50,6 +52,12 @@ class FusedDrafter(Drafter):
         """Streams of this step that want drafts."""
         self._num_others = 0
         """Streams of the last step that wanted no drafts; the next will have about as many."""
+        self._may_draft = True
+        """What the controller's referee said of the next step."""
+        self._began = 0.0
+        """When this step's drafts were asked for ..."""
+        self._before_s = 0.0
+        """... and the seconds that were spent on them before, at the end of the last one."""
 
     def open(self, stream: Stream) -> None:
         for drafter in self._drafters:
@@ -61,6 +69,13 @@ class FusedDrafter(Drafter):
             self._controller.close(stream.key)
         for drafter in self._drafters:
             drafter.close(stream)
+
+    def proposed(self, stream: Stream) -> Tree | None:
+        """Before trees were merged and cut: a node that two sources propose carries the name of one."""
+        trees = self._trees(stream)
+        return next(
+            (trees[d.name] for d in self._drafters if d.source == SOURCE_DRAFT and d.name in trees), None
+        )
 
     def version(self, stream: Stream) -> str:
         return next((v for d in self._drafters if (v := d.version(stream))), "")
@@ -74,15 +89,22 @@ class FusedDrafter(Drafter):
             for drafter in self._drafters:
                 drafter.observe(streams)
             return
+        began = self._clock()
         self._notice(self._controller)
         self._asked = {}
         self._decided = {stream.key for stream in streams}
+        referee = self._controller.referee
+        self._may_draft = referee is None or referee.may_draft(len(streams) + self._num_others)
+        if self._may_draft:
+            self._ask_early(self._controller, streams)
+        self._before_s = self._clock() - began
+
+    def _ask_early(self, controller: Controller, streams: Sequence[Stream]) -> None:
+        """Decide for which streams each drafter is asked; free ones answer at once."""
         found = [0.0] * len(streams)
         for drafter in sorted(self._drafters, key=lambda drafter: not drafter.is_free):
             keys = [stream.key for stream in streams]
-            asked = self._controller.ask_for(
-                drafter.name, keys, found, self._num_others, is_free=drafter.is_free
-            )
+            asked = controller.ask_for(drafter.name, keys, found, self._num_others, is_free=drafter.is_free)
             wanted = [streams[index] for index in asked]
             if not wanted:
                 continue
@@ -113,6 +135,9 @@ class FusedDrafter(Drafter):
 
     def propose(self, streams: Sequence[Stream]) -> list[Tree | None]:
         self._num_drafting = len(streams)
+        self._began = self._clock()
+        if not self._may_draft:
+            return [None] * len(streams)
         for drafter in self._drafters:
             if drafter.name not in self._asked:
                 continue
@@ -173,10 +198,23 @@ class FusedDrafter(Drafter):
         if controller is None or not outcomes:
             return
         controller.cost.observe(num_rows, seconds)
-        self._num_others = len(outcomes) - self._num_drafting
-        self._num_drafting = 0
-        if not self._spent:
-            return
+        num_drafting, self._num_drafting = self._num_drafting, 0
+        self._num_others = len(outcomes) - num_drafting
+        if self._spent:
+            self._settle(controller, outcomes)
+        if num_drafting and controller.referee is not None:
+            self._compare(controller.referee, outcomes, num_rows)
+        self._before_s = 0.0
+
+    def _compare(self, referee: Referee, outcomes: Sequence[Outcome], num_rows: int) -> None:
+        """Tell the referee of the step, unless prompts were computed in it: they are not its business."""
+        if num_rows == sum(1 if outcome.tree is None else len(outcome.tree) for outcome in outcomes):
+            whole_s = self._before_s + self._clock() - self._began
+            num_tokens = sum(1 + len(outcome.path) for outcome in outcomes)
+            referee.stepped(len(outcomes), num_tokens, whole_s, drafted=self._may_draft)
+
+    def _settle(self, controller: Controller, outcomes: Sequence[Outcome]) -> None:
+        """Each source's balance of the step."""
         began = self._clock()
         verified = [(outcome.tree, outcome.path) for outcome in outcomes if outcome.tree is not None]
         controller.verified([tree for tree, _ in verified], [path for _, path in verified])

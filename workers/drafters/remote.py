@@ -3,6 +3,10 @@
 Nothing here can fail a step: an answer that is late, stale, malformed or missing is the same as no draft. One that is
 late is of use all the same if it foretold what was committed meanwhile: then its rest is the next step's draft.
 A stream stays with its draft worker; when that is lost or leaves, it is opened with another one at once.
+
+While drafts are in use a stream is told to its draft worker when it is admitted, so that both models compute its prompt
+at the same time. While they are not, no prompt is sent for nothing: a stream is told when it is first asked for, and the
+step after that does not wait for it.
 """
 
 from __future__ import annotations
@@ -19,11 +23,13 @@ from paceline.cluster.scheduler import Stream
 from paceline.cluster.speculation import DraftPatience, Tree, is_tree, prefix_hash, reroot
 from paceline.cluster.types import DraftAdvance, DraftAsk, DraftOpen, Drafts, DraftTree, Message, WorkerInfo
 from paceline.cluster.wire import Peer
-from paceline.workers.drafters.base import Context, Drafter, register
+from paceline.workers.drafters.base import Context, Drafter, draft_open, register
 from paceline.workers.drafters.colocated import ColocatedDrafter
 
 _MAX_NODES = 256
 _MAX_REOPENED = 3
+_IN_USE_S = 1.0
+"""Drafts that nobody asked for so long are not in use."""
 _MAX_UNANSWERED = 64
 """Asks whose times are kept; a worker that never answers must not fill the memory."""
 
@@ -47,6 +53,10 @@ class _Drafting:
     source: _Source
     sent_len: int = 0
     """Tokens the draft worker was told of; 0 means it must be told all of them."""
+    is_wanted: bool = False
+    """It was asked for, or probably will be: if it could not be told yet, it is as soon as somebody is connected."""
+    opened_at: int = 0
+    """Its tokens when it was told from its first one on, in mid-stream: that answer may take long."""
     last_version: str = ""
     num_unknown: int = 0
     """Times in a row that it was told to the draft worker and not known there afterwards."""
@@ -79,6 +89,8 @@ class RemoteDrafter(Drafter):
         self._arrived: dict[int, list[tuple[int, float]]] = {}
         self._changed = threading.Condition()
         self._weights = ""
+        self._last_asked = (-_IN_USE_S, 0)
+        """When somebody was last asked for, and how many streams."""
 
     # -- who drafts --------------------------------------------------------------------------------------
 
@@ -95,7 +107,7 @@ class RemoteDrafter(Drafter):
         source = self._sources.get(worker.incarnation)
         if source is not None:
             source.peer = peer
-            self.observe(self._streams_of(source))
+            self._tell([d.stream for d in self._streams.values() if d.source is source and d.is_wanted])
 
     def lost(self, incarnation: int) -> None:
         """A draft worker is gone: its streams go to others, or on without drafts."""
@@ -127,7 +139,9 @@ class RemoteDrafter(Drafter):
             worker = sticky(stream.request.id, self._ready)
             if worker is not None:
                 self.route(stream.key, worker)
-                self.open(stream)
+                self._open(
+                    stream, is_wanted=self._is_in_use() or (drafting is not None and drafting.is_wanted)
+                )
 
     # -- Drafter -----------------------------------------------------------------------------------------
 
@@ -136,6 +150,15 @@ class RemoteDrafter(Drafter):
         return self._weights
 
     def open(self, stream: Stream) -> None:
+        self._open(stream, is_wanted=self._is_in_use())
+
+    def _is_in_use(self) -> bool:
+        """Whether most of the streams that emit tokens were asked for lately, or there are none."""
+        at, num_asked = self._last_asked
+        num = sum(drafting.stream.num_output > 0 for drafting in self._streams.values())
+        return num == 0 or (2 * num_asked >= num and time.monotonic() - at < _IN_USE_S)
+
+    def _open(self, stream: Stream, *, is_wanted: bool) -> None:
         worker = self._routes.pop(stream.key, None)
         if worker is None:
             return
@@ -144,10 +167,18 @@ class RemoteDrafter(Drafter):
             source = _Source(worker, DraftPatience(self._config.max_wait_ms / 1000))
             self._sources[worker.incarnation] = source
             self._connect(worker)
-        self._streams[stream.key] = _Drafting(stream, source)
-        self.observe([stream])
+        self._streams[stream.key] = _Drafting(stream, source, is_wanted=is_wanted)
+        if is_wanted:
+            self._tell([stream])
 
     def observe(self, streams: Sequence[Stream]) -> None:
+        found = [self._streams[stream.key] for stream in streams if stream.key in self._streams]
+        for drafting in found:
+            drafting.is_wanted = True
+        self._last_asked = time.monotonic(), len(found)
+        self._tell(streams)
+
+    def _tell(self, streams: Sequence[Stream]) -> None:
         by_source: dict[int, list[Stream]] = {}
         for stream in streams:
             drafting = self._streams.get(stream.key)
@@ -169,17 +200,8 @@ class RemoteDrafter(Drafter):
             drafting = self._streams[stream.key]
             tokens = stream.token_ids
             if drafting.sent_len == 0 or stream.key in lost:
-                request = stream.request
-                opens.append(
-                    DraftOpen(
-                        stream.key,
-                        tuple(tokens.tolist()),
-                        request.sampling,
-                        stream.num_prompt,
-                        request.stop_ids,
-                        request.cache_salt,
-                    )
-                )
+                opens.append(draft_open(stream))
+                drafting.opened_at = stream.num_tokens if stream.num_output else 0
             elif drafting.sent_len < stream.num_tokens:
                 known = drafting.sent_len
                 new = tuple(tokens[known:].tolist())
@@ -271,18 +293,19 @@ class RemoteDrafter(Drafter):
             # Streams that ended with their draft on the way are nobody's any more.
             for tree in reply.trees:
                 if tree.request_id in self._streams:
-                    self._mailbox[tree.request_id] = tree, reply.version
+                    self._mailbox[tree.request_id] = tree, tree.version or reply.version
                     self._unknown.discard(tree.request_id)
             self._unknown.update(key for key in reply.unknown if key in self._streams)
             self._arrived.setdefault(incarnation, []).append((reply.step, time.monotonic()))
             self._changed.notify()
 
     def _is_asked(self, stream: Stream) -> bool:
+        """Whether its draft worker can be expected to answer in time."""
         drafting = self._streams.get(stream.key)
         return (
             drafting is not None
             and drafting.source.peer is not None
-            and drafting.sent_len == stream.num_tokens
+            and drafting.sent_len == stream.num_tokens != drafting.opened_at
         )
 
     def _is_answered(self, stream: Stream) -> bool:

@@ -131,7 +131,7 @@ async def test_bad_messages_are_a_400(tokenizer: Tokenizer, metrics: Metrics, me
         ("/v1/chat/completions", {"seed": -(2**63), "stop": None, "logit_bias": {}, "n": None, "stream": None}),
         ("/v1/chat/completions", {"chat_template_kwargs": {}, "add_generation_prompt": True, "documents": []}),
         ("/v1/completions", {"best_of": 1, "suffix": "", "echo": False, "logprobs": False}),
-        ("/v1/completions", {"prompt": "\x00\ue000\U000f0000", "user": "", "metadata": {"a": {}}, "store": True}),
+        ("/v1/completions", {"prompt": "\x00\ue000\U000f0000", "user": "", "metadata": {"a": "b"}, "store": True}),
         ("/v1/completions", {"prompt": [[7], "x", [8, 9]], "n": 2, "best_of": 2, "skip_special_tokens": True}),
         ("/v1/completions", {"prompt": ["x"] * 64, "model": None, "max_tokens": 1}),
     ],

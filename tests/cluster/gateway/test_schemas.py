@@ -286,3 +286,37 @@ def test_a_missing_field_is_named() -> None:
         completion()
 
     assert caught.value.code == "missing_required_parameter"
+
+
+def test_store_tells_false_from_nothing() -> None:
+    """A tenant's default may be yes: then only a client that says no means no."""
+    assert chat().store is None
+    assert chat(store=None).store is None
+    assert chat(store=True).store is True
+    assert chat(store=False).store is False
+    assert refusal(store="true").param == "store"
+
+
+def test_metadata_is_a_small_map_of_strings() -> None:
+    """As with OpenAI: 16 pairs, keys up to 64 characters, values up to 512."""
+    most = {f"{number:064}": "v" * 512 for number in range(16)}
+    assert chat(metadata=most).metadata == most
+    assert chat(metadata={"domain": "code"}).domain == "code"
+    assert chat().domain == chat(metadata={"kind": "x"}).domain == ""
+
+    for wrong in (
+        {**most, "one more": ""},
+        {"k" * 65: "v"},
+        {"": "v"},
+        {"k": "v" * 513},
+        {"k": 1},
+        {"k": None},
+        ["k"],
+        "k",
+        {"domain": "d" * 65},
+        {"domain": "a\tb"},
+        {"domain": "caf\u00e9"},
+    ):
+        error = refusal(metadata=wrong)
+        assert error.param == "metadata"
+        assert "expected an object with up to 16 pairs of strings" in str(error)

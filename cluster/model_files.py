@@ -6,6 +6,7 @@ header") or nothing at all. Only headers are read here, no tensor.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import struct
@@ -125,3 +126,18 @@ def _data_bytes(path: Path, header: bytes) -> int:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ModelError(f"{path}: the header is not that of a safetensors file: {error!r}") from error
     return max(ends)
+
+
+def weights_version(folder: Path) -> str:
+    """12 hex digits of the SHA-256 over configuration and weights: the name of a version, wherever it lies."""
+    state = hashlib.sha256()
+    for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
+        with path.open("rb") as file:
+            state.update(hashlib.file_digest(file, "sha256").digest())
+    return state.hexdigest()[:12]
+
+
+def file_sha256(path: Path) -> str:
+    """Of a whole file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,139 @@
+"""The referee against simulated steps: what drafting in vain may cost, and what is lost where it helps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from paceline.cluster.referee import PlainTimes, Referee
+
+PLAIN_S = 0.004
+Rate = Callable[[int], float]
+"""Step -> tokens a second with drafts over tokens a second without."""
+
+
+def share_of_plain(
+    gain: Rate,
+    num_steps: int,
+    *,
+    streams: int = 4,
+    noise: float = 0.05,
+    outliers: float = 0.005,
+    seed: int = 0,
+) -> float:
+    """Tokens a second that the referee's decisions reach, over those of plain steps alone."""
+    dice = np.random.default_rng(seed)
+    referee = Referee()
+    tokens, seconds = 0.0, 0.0
+    for step in range(num_steps):
+        drafted = referee.may_draft(streams)
+        num = int(dice.integers(1, 4)) * streams if drafted else streams
+        step_s = PLAIN_S * (num / streams / gain(step) if drafted else 1.0)
+        step_s *= float(np.exp(dice.normal(0, noise)))
+        if dice.random() < outliers:
+            step_s += 0.05  # somebody else had the core
+        referee.stepped(streams, num, step_s, drafted=drafted)
+        tokens, seconds = tokens + num, seconds + step_s
+    return tokens / seconds * PLAIN_S / streams * (1 + outliers * 0.05 / PLAIN_S)
+
+
+@pytest.mark.parametrize("gain", [0.3, 0.6, 0.8, 0.9, 0.95])
+def test_drafting_in_vain_costs_three_percent_at_most(gain: float) -> None:
+    """P2, whatever the figures behind the drafts say."""
+    shares = [share_of_plain(lambda step: gain, 20_000, seed=seed) for seed in range(5)]
+
+    assert min(shares) >= 0.97
+
+
+def test_without_the_referee_it_costs_all_of_it() -> None:
+    """The simulation shows a loss where there is one."""
+    referee = Referee()
+    referee.may_draft = lambda num_streams: True  # type: ignore[method-assign]
+
+    assert 1 / 1.25 == pytest.approx(0.8)
+    tokens = seconds = 0.0
+    for _ in range(1000):
+        drafted = referee.may_draft(4)
+        referee.stepped(4, 8, PLAIN_S * 2 * 1.25, drafted=drafted)
+        tokens, seconds = tokens + 8, seconds + PLAIN_S * 2 * 1.25
+    assert tokens / seconds * PLAIN_S / 4 == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("gain", [1.1, 1.3, 1.8, 3.0])
+def test_drafts_that_help_keep_nearly_all_they_bring(gain: float) -> None:
+    """Plain steps in between are the price of knowing."""
+    shares = [share_of_plain(lambda step: gain, 5_000, outliers=0, seed=seed) for seed in range(5)]
+
+    assert min(shares) >= gain * 0.96
+
+
+def test_drafts_that_become_good_are_found_again() -> None:
+    """Off for a long time, then four thousand steps later at most they are on."""
+    late = share_of_plain(lambda step: 0.7 if step < 20_000 else 1.6, 60_000)
+
+    assert late > 1.3
+
+
+def test_drafts_that_become_bad_are_switched_off() -> None:
+    """A long good time does not make up for a bad one."""
+    referee = Referee()
+    for _ in range(5_000):
+        drafted = referee.may_draft(1)
+        referee.stepped(1, 2 if drafted else 1, PLAIN_S, drafted=drafted)
+    num_drafted = 0
+    for _ in range(5_000):
+        drafted = referee.may_draft(1)
+        num_drafted += drafted
+        referee.stepped(1, 1, PLAIN_S * (1.25 if drafted else 1.0), drafted=drafted)
+
+    assert num_drafted < 600
+
+
+def test_numbers_of_streams_are_judged_apart() -> None:
+    """What loses with sixteen streams goes on with one."""
+    referee = Referee()
+    for _ in range(4_000):
+        for streams, gain in ((1, 1.8), (16, 0.8)):
+            drafted = referee.may_draft(streams)
+            num = 2 * streams if drafted else streams
+            seconds = PLAIN_S * streams * (num / streams / gain if drafted else 1.0)
+            referee.stepped(streams, num, seconds, drafted=drafted)
+
+    assert referee.gains()[1] == (pytest.approx(1.8, rel=0.01), True)
+    assert referee.gains()[16][0] == pytest.approx(0.8, rel=0.05)
+
+
+def test_other_weights_are_tried_at_once() -> None:
+    """A better draft is not kept waiting for the old one's sake."""
+    referee = Referee()
+    for _ in range(3_000):
+        drafted = referee.may_draft(4)
+        referee.stepped(4, 4, PLAIN_S * (2.0 if drafted else 1.0), drafted=drafted)
+    assert not any(referee.may_draft(4) for _ in range(20))
+
+    referee.reset()
+
+    assert sum(referee.may_draft(4) for _ in range(20)) >= 15
+
+
+def test_a_hung_source_is_seen_in_a_few_dozen_steps() -> None:
+    """Steps that wait fifty times as long as they work count as no more than what is plainly bad."""
+    referee = Referee()
+    drafted = [False]
+    for _ in range(200):
+        drafted.append(referee.may_draft(2))
+        referee.stepped(2, 2, PLAIN_S * (50.0 if drafted[-1] else 1.0), drafted=drafted[-1])
+
+    assert sum(drafted) <= 40
+
+
+def test_plain_times_lie_between_those_that_were_seen() -> None:
+    times = PlainTimes()
+    for _ in range(5):
+        times.observe(2, 0.002)
+        times.observe(6, 0.006)
+
+    assert times(4) == pytest.approx(0.004) and times(1) == 0.002 and times(9) == 0.006
+    assert times.count(2) == 5 and times.count(4) == 0 and times.count(5) == 5

@@ -1,0 +1,123 @@
+"""The gate's operating curve: requests that repeat, damage that is what it is called, candidates counted by their truth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from bundled import TARGET
+from paceline.cluster.config import ModelConfig, model_folder
+from paceline.cluster.learning.config import GateConfig
+from paceline.cluster.learning.counterfactual import Policy, Scores
+from paceline.cluster.learning.gate import Interval, decide
+from paceline.cluster.types import Request, Sampling
+from paceline.deploy.bench.learn.candidates import Workshop, batches
+from paceline.deploy.bench.learn.gate import Curve, Size, Trial, request_of
+from paceline.deploy.models.corpus import NO_LOSS
+from paceline.workers.replay import Text
+
+
+def test_parts_share_no_request_and_repeat_exactly() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    made = {
+        part: [request_of(tokenizer, part, index, (2,)) for index in range(10)]
+        for part in ("fresh", "heldout", "train")
+    }
+
+    assert made["fresh"] == [request_of(tokenizer, "fresh", index, (2,)) for index in range(10)]
+    prompts = [request.prompt_ids for requests in made.values() for request in requests]
+    assert len(set(prompts)) == len(prompts)
+    assert {request.domain for request in made["fresh"]} == {
+        "sql",
+        "json",
+        "arithmetic",
+        "functions",
+        "edits",
+    }
+    assert {request.sampling.temperature for request in made["fresh"]} == {0.0, 0.8}
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Workshop:
+    return Workshop(tmp_path, TARGET, model_folder(ModelConfig().draft), lambda line: None)
+
+
+def test_a_wider_draft_says_the_same_and_costs_more(shop: Workshop) -> None:
+    """Rows of zeros change no logit; the weights are bfloat16 as published ones are."""
+    from paceline.workers.scoring import TextScorer, load_draft
+
+    bundled, wider = load_draft(model_folder(ModelConfig().draft)), load_draft(shop.wider("w", "", 512))
+    text = Text(Request("r", (5, 6, 7, 8), Sampling(1), 8), (9, 10, 11, 12, 13, 14, 15, 16))
+    one, other = TextScorer([bundled, wider], 2).children(text)
+
+    assert one.ids.tolist() == other.ids.tolist()
+    np.testing.assert_allclose(one.chances, other.chances, atol=1e-5)
+    assert wider.path == bundled.path and wider.version != bundled.version
+
+
+def test_mixing_goes_from_one_to_the_other_and_noise_from_a_seed(shop: Workshop) -> None:
+    shop.noisy("n", "", 0.3, seed=1)
+    shop.noisy("again", "", 0.3, seed=1)
+    shop.mix("half", "", "n", 0.5)
+    base, noisy, again, half = (shop.state(name) for name in ("", "n", "again", "half"))
+    key = "model.layers.0.mlp.up_proj.weight"
+
+    assert torch.equal(noisy[key], again[key]) and not torch.equal(noisy[key], base[key])
+    torch.testing.assert_close(half[key], (base[key] + noisy[key]) / 2, rtol=0.02, atol=1e-3)
+
+
+def test_only_outputs_are_learnt() -> None:
+    texts = [Text(Request(f"r{i}", (1, 2, 3), Sampling(i), 4), tuple(range(10, 12 + i))) for i in range(12)]
+    inputs, labels = next(batches(texts, seed=0))
+
+    for row_in, row_out in zip(inputs.tolist(), labels.tolist(), strict=True):
+        learnt = [token for token in row_out if token != NO_LOSS]
+        assert row_in[:3] == [1, 2, 3] and row_out[:2] == [NO_LOSS, NO_LOSS]
+        assert learnt == list(range(10, 10 + len(learnt)))
+
+
+def trial(truth: float, gain: float) -> Trial:
+    """A candidate with a true saving, and one that the gate saw."""
+    rng = np.random.default_rng(0)
+    seconds = rng.uniform(0.5, 2, 200)
+    ids = tuple(map(str, range(200)))
+    both = [
+        Scores(
+            name,
+            ids,
+            ("a",) * 200,
+            np.full(200, 9),
+            np.full(200, 4),
+            s,
+            np.zeros((200, 2), int),
+            np.zeros((200, 2), int),
+        )
+        for name, s in (("old", seconds), ("new", seconds * (1 - gain + rng.normal(0, 0.02, 200))))
+    ]
+    report = decide(*both, GateConfig(), at=0.0, policy=Policy())
+    return Trial(f"t{truth}", "better", Interval(truth, truth - 0.01, truth + 0.01), 1.0, report)
+
+
+def test_candidates_are_counted_by_what_they_truly_are() -> None:
+    """One that was meant to be better and is worse counts among the worse; and a deployed one shows."""
+    curve = Curve(
+        [trial(0.05, 0.05), trial(0.05, 0.0), trial(-0.02, 0.05), trial(0.0, 0.0), trial(0.02, 0)], {}, Size()
+    )
+    figures = curve.figures()
+
+    assert figures["gate.good_tried"] == 2 and figures["gate.good_deployed"] == 1
+    assert figures["gate.bad_tried"] == 1 and figures["gate.bad_deployed"] == 1
+    assert figures["gate.null_tried"] == 1 and figures["gate.null_deployed"] == 0
+    assert figures["gate.between_tried"] == 1
+
+
+def test_a_trial_survives_its_line() -> None:
+    one = trial(0.05, 0.05)
+
+    assert Trial.decode(one.encode()) == one
+    assert msgspec.json.decode(one.encode())["kind"] == "better"
