@@ -293,7 +293,10 @@ class _Run:
     async def _read(self, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(ConnectionError):
             while line := await reader.readline():
-                self.progress = decode_progress(line)
+                said = decode_progress(line)
+                if said.level == "evict":  # is said when its memory is free
+                    said = msgspec.structs.replace(said, level=self.progress.level, state=self.progress.state)
+                self.progress = said
                 self._tell()
                 if self.progress.state in FINAL:
                     self._changed.set()  # its memory is wanted back now, not when it gets around to ending
