@@ -32,8 +32,9 @@ class StepCost:
     def __init__(self, rows: Sequence[int], seconds: Sequence[float]) -> None:
         order = np.argsort(rows)
         self.rows = np.asarray(rows, np.float64)[order]
-        # More rows never cost less; a dip is noise of the measurement.
-        self.seconds = np.maximum.accumulate(np.asarray(seconds, np.float64)[order])
+        # More rows never cost less. Where the table says so the smaller number was measured too slow: whoever has
+        # the core meanwhile only ever adds.
+        self.seconds = np.minimum.accumulate(np.asarray(seconds, np.float64)[order][::-1])[::-1].copy()
         self._scale = 1.0
 
     def __call__(self, rows: npt.ArrayLike) -> FloatArray:
@@ -48,20 +49,24 @@ class StepCost:
     def observe(self, rows: int, seconds: float) -> None:
         """A step took this long: the scale follows, and the table where it was wrong about so many rows.
 
-        A table measured beside a busy neighbour may be flat where steps are not, and would be believed for ever.
+        A table measured beside a busy neighbour may be flat where steps are not, and would be believed for ever. Single
+        steps count for little, however long they took: else those that are interrupted, which are always the same
+        kind, would push the scale up and with it every number of rows that is not seen.
         """
-        ratio = min(max(seconds / float(self(rows)), 0.2), 5.0)
-        self._scale += 0.05 * (ratio - 1.0) * self._scale
+        error = min(max(seconds / float(self(rows)) - 1.0, -_MOST), _MOST)
+        self._scale *= 1.0 + 0.1 * error
         right = int(np.searchsorted(self.rows, rows))
         near = sorted({max(0, right - 1), min(right, len(self.rows) - 1)})
         gaps = np.abs(self.rows[near] - rows)
         weights = 1.0 - gaps / gaps.sum() if gaps.sum() > 0 else np.ones(len(near))
-        self.seconds[near] *= 1.0 + 0.02 * weights * (ratio - 1.0)  # slower: the scale comes first
+        self.seconds[near] *= 1.0 + 0.04 * weights * error  # slower: the scale comes first
         # Neighbours give way: more rows never cost less.
         self.seconds[: near[-1]] = np.minimum(self.seconds[: near[-1]], self.seconds[near[-1]])
         self.seconds[near[0] :] = np.maximum(self.seconds[near[0] :], self.seconds[near[0]])
 
 
+_MOST = 0.2
+"""What one step may be off, as it counts."""
 _EDGES = np.asarray([0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95])
 """Between the buckets of scores."""
 _RANKS, _DEPTHS = 3, 3

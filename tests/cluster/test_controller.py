@@ -28,12 +28,29 @@ def trees(draw_seed: int, num: int) -> list[Tree]:
 
 def test_step_cost_follows_its_table_and_what_steps_take_now() -> None:
     """Interpolated inside, extended outside, never falling, scaled by observation."""
-    cost = StepCost([4, 1, 2], [3.0, 1.0, 0.9])
+    cost = StepCost([4, 1, 2], [3.0, 1.2, 1.0])
 
     assert cost([1, 2, 3, 4, 6]).tolist() == [1.0, 1.0, 2.0, 3.0, 5.0]
     for _ in range(200):
         cost.observe(2, 2.0)
     assert float(cost(2)) == pytest.approx(2.0, rel=0.01)
+
+
+def test_interrupted_steps_do_not_inflate_what_is_not_seen() -> None:
+    """Steps of three rows often find a neighbour on their core: sixty-four rows stay what they were."""
+    cost = StepCost([1, 2, 4, 8, 16, 64], [5.0, 5.5, 6.0, 8.0, 12.0, 40.0])
+    for step in range(20_000):
+        cost.observe(*((3, 60.0 if step % 60 == 0 else 5.75) if step % 20 == 0 else (2, 5.5)))
+
+    assert float(cost(2)) == pytest.approx(5.5, rel=0.05)
+    assert float(cost(64)) < 1.5 * 40
+
+
+def test_one_slow_measurement_does_not_slow_all_larger_steps() -> None:
+    """Whoever had the core while four rows were measured: eight rows took less, so four do."""
+    cost = StepCost([1, 2, 4, 8, 16], [5.0, 5.5, 21.0, 8.0, 12.0])
+
+    assert cost([1, 2, 4, 8, 16]).tolist() == [5.0, 5.5, 8.0, 8.0, 12.0]
 
 
 @given(st.integers(0, 10_000), st.integers(1, 4))

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 from paceline.cluster.controller import Controller
 from paceline.cluster.metrics import Metrics
-from paceline.cluster.referee import Referee
 from paceline.cluster.scheduler import Stream
 from paceline.cluster.speculation import Tree, fuse
 from paceline.cluster.types import SOURCE_DRAFT
@@ -197,21 +196,19 @@ class FusedDrafter(Drafter):
         controller = self._controller
         if controller is None or not outcomes:
             return
-        controller.cost.observe(num_rows, seconds)
+        # Steps in which prompts were computed say nothing of others with as many rows.
+        is_plain = num_rows == sum(1 if outcome.tree is None else len(outcome.tree) for outcome in outcomes)
+        if is_plain:
+            controller.cost.observe(num_rows, seconds)
         num_drafting, self._num_drafting = self._num_drafting, 0
         self._num_others = len(outcomes) - num_drafting
         if self._spent:
             self._settle(controller, outcomes)
-        if num_drafting and controller.referee is not None:
-            self._compare(controller.referee, outcomes, num_rows)
-        self._before_s = 0.0
-
-    def _compare(self, referee: Referee, outcomes: Sequence[Outcome], num_rows: int) -> None:
-        """Tell the referee of the step, unless prompts were computed in it: they are not its business."""
-        if num_rows == sum(1 if outcome.tree is None else len(outcome.tree) for outcome in outcomes):
+        if num_drafting and is_plain and controller.referee is not None:
             whole_s = self._before_s + self._clock() - self._began
             num_tokens = sum(1 + len(outcome.path) for outcome in outcomes)
-            referee.stepped(len(outcomes), num_tokens, whole_s, drafted=self._may_draft)
+            controller.referee.stepped(len(outcomes), num_tokens, whole_s, drafted=self._may_draft)
+        self._before_s = 0.0
 
     def _settle(self, controller: Controller, outcomes: Sequence[Outcome]) -> None:
         """Each source's balance of the step."""
