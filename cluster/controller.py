@@ -35,6 +35,7 @@ class StepCost:
         # More rows never cost less. Where the table says so the smaller number was measured too slow: whoever has
         # the core meanwhile only ever adds.
         self.seconds = np.minimum.accumulate(np.asarray(seconds, np.float64)[order][::-1])[::-1].copy()
+        self._measured = self.seconds.copy()
         self._scale = 1.0
 
     def __call__(self, rows: npt.ArrayLike) -> FloatArray:
@@ -60,6 +61,9 @@ class StepCost:
         gaps = np.abs(self.rows[near] - rows)
         weights = 1.0 - gaps / gaps.sum() if gaps.sum() > 0 else np.ones(len(near))
         self.seconds[near] *= 1.0 + 0.04 * weights * error  # slower: the scale comes first
+        # A scale too large by what some rows are too small is no error of either: without a pull to what was measured
+        # they part for ever, and rows that are not seen grow with the scale.
+        self.seconds[near] *= (self._measured[near] / self.seconds[near]) ** (0.005 * weights)
         # Neighbours give way: more rows never cost less.
         self.seconds[: near[-1]] = np.minimum(self.seconds[: near[-1]], self.seconds[near[-1]])
         self.seconds[near[0] :] = np.maximum(self.seconds[near[0] :], self.seconds[near[0]])

@@ -46,6 +46,17 @@ def test_interrupted_steps_do_not_inflate_what_is_not_seen() -> None:
     assert float(cost(64)) < 1.5 * 40
 
 
+def test_rows_that_are_not_seen_stay_what_they_were() -> None:
+    """Nothing but steps of one and two rows, with noise and interruptions, for as long as an hour."""
+    cost = StepCost([1, 2, 4, 8, 16, 64], [5.0, 5.2, 7.0, 8.5, 12.0, 40.0])
+    dice = np.random.default_rng(0)
+    for _ in range(100_000):
+        rows = int(dice.integers(1, 3))
+        cost.observe(rows, (4.9 + 0.1 * rows) * dice.lognormal(0, 0.15) * (6 if dice.random() < 0.02 else 1))
+
+    assert 6.0 < float(cost(4)) < 9.0 and 34 < float(cost(64)) < 52
+
+
 def test_one_slow_measurement_does_not_slow_all_larger_steps() -> None:
     """Whoever had the core while four rows were measured: eight rows took less, so four do."""
     cost = StepCost([1, 2, 4, 8, 16], [5.0, 5.5, 21.0, 8.0, 12.0])
