@@ -223,7 +223,8 @@ async def test_a_dead_or_hung_draft_worker_changes_no_text(
         for kind in h.ALL:
             await cluster.add(kind, "0")
         draft = cluster.workers[2]
-        monkeypatch.setattr(DraftWorker, "on_message", lambda *_: None)  # reads its messages and never answers
+        # It reads its messages and never answers.
+        monkeypatch.setattr(DraftWorker, "on_message", lambda *_: None)
 
         began = time.monotonic()
         tokens, report = await cluster.run(h.request("hung", PROMPT, NUM, **HOW))
