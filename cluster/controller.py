@@ -25,6 +25,9 @@ from paceline.cluster.types import SOURCE_NAMES
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
+_MOST = 0.2
+"""What one step may be off, as it counts."""
+
 
 class StepCost:
     """Rows of a step -> seconds: measured at start, corrected by what steps take (context, neighbours)."""
@@ -69,8 +72,6 @@ class StepCost:
         self.seconds[near[0] :] = np.maximum(self.seconds[near[0] :], self.seconds[near[0]])
 
 
-_MOST = 0.2
-"""What one step may be off, as it counts."""
 _EDGES = np.asarray([0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95])
 """Between the buckets of scores."""
 _RANKS, _DEPTHS = 3, 3

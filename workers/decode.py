@@ -70,7 +70,7 @@ class DecodeWorker(Worker):
     def load(self) -> None:
         decode = self.config.decode
         runner = self.load_model(self.config.model.target, decode)
-        self._served = ServedBook()
+        self._served = ServedBook() if self.config.learning.enabled else None  # nobody else reads it
         self._capture = Recorder.of(
             self.config.learning,
             self.member.me.worker_id,
@@ -87,6 +87,7 @@ class DecodeWorker(Worker):
             metrics=self.metrics,
             prefix_cache=self.config.kv.prefix_cache,
             capture=self._capture,
+            compares_drafts=self._served is not None,
         )
         if self._capture is not None:
             self._capture.start()
@@ -220,7 +221,8 @@ class DecodeWorker(Worker):
         now = time.monotonic()
         for emission in result.emissions:
             session = self._sessions[emission.stream.key]
-            session.figures.add(emission, now)
+            if self._served is not None:
+                session.figures.add(emission, now)
             delta = self._delta(session, emission)
             if delta.prompt_logprobs is None:
                 frames.setdefault(session.gateway, []).append(delta)
@@ -278,7 +280,7 @@ class DecodeWorker(Worker):
         self._ended(session)
 
     def _ended(self, session: Session) -> None:
-        if session.figures.num_tokens:
+        if self._served is not None and session.figures.num_tokens:
             self._served.add(session.figures.summary(session.stream))
 
     async def close(self) -> None:
@@ -289,7 +291,9 @@ class DecodeWorker(Worker):
                 await asyncio.to_thread(self._capture.stop)
 
     def reports(self) -> Sequence[Message]:
-        return self._served.take(self.member.me.worker_id) if self.state != "starting" else ()
+        if self.state == "starting" or self._served is None:
+            return ()
+        return self._served.take(self.member.me.worker_id)
 
     # -- figures -----------------------------------------------------------------------------------------
 

@@ -84,10 +84,12 @@ class Engine:
         metrics: Metrics | None = None,
         prefix_cache: bool = True,
         capture: Recorder | None = None,
+        compares_drafts: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`verifier` is Match if not given. `capture` keeps what decided the tokens of streams that may be kept.
 
+        `compares_drafts`: emissions tell how deep the draft models' proposals met the text, used or not.
         `prefix_cache`: KV of equal prefixes is computed once. It changes what a prompt costs, never a text.
         """
         self.runner = runner
@@ -117,6 +119,7 @@ class Engine:
         self._adjuster = Adjuster(runner.vocab_size)
         self._logprobs = LogprobBook()
         self._capture = capture
+        self._compares_drafts = compares_drafts
         self._raw: Tensor | None = None
         """This step's logits as the model gave them, while somebody may want rows of them."""
 
@@ -385,7 +388,7 @@ class Engine:
 
     def _compare(self, stream: Stream, tree: Tree | None, tokens: list[int]) -> tuple[int, int]:
         """How deep the draft models' own proposal for this step met the text, and how deep it was right."""
-        if self._drafter is None:
+        if self._drafter is None or not self._compares_drafts:
             return 0, 0
         proposed = self._drafter.proposed(stream) or tree
         return (0, 0) if proposed is None else depths_met(proposed, tokens, SOURCE_DRAFT)

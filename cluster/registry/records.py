@@ -247,15 +247,6 @@ class FigurePoint:
     """These two by depth from 1, as in `ServedStream`."""
 
 
-@dataclass(frozen=True)
-class DriftRecord:
-    """What the drift detector of a domain remembers over a restart."""
-
-    domain: str
-    changed: float
-    state: dict[str, Any]
-
-
 DeletionState = Literal["pending", "done", "failed"]
 
 

@@ -17,7 +17,6 @@ from paceline.cluster.registry import figures, tables
 from paceline.cluster.registry.records import (
     AuditRow,
     Deletion,
-    DriftRecord,
     FigurePoint,
     GateRecord,
     LedgerEntry,
@@ -168,7 +167,7 @@ class Registry(Versions):
             where.append(sa.or_(*(sa.cast(c, sa.Text).icontains(query, autoescape=True) for c in columns)))
         return self._page(AuditRow, table, where, (table.c.id.desc(),), cursor, limit)
 
-    # -- settings, routes, counters, drift, deletions ----------------------------------------------------
+    # -- settings, routes, counters, deletions ----------------------------------------------------
 
     def settings(self) -> dict[str, Setting]:
         """All, by key."""
@@ -228,17 +227,6 @@ class Registry(Versions):
             value = max(row.value if row else 0, at_least) + 1
             connection.execute(self._database.upsert(table, {"name": name, "value": value}))
             return int(value)
-
-    def put_drift(self, record: DriftRecord) -> None:
-        """Keep what a detector remembers."""
-        with self._writing() as connection:
-            connection.execute(self._database.upsert(tables.drift, as_row(record)))
-
-    def drift(self) -> tuple[DriftRecord, ...]:
-        """Of all domains, by name."""
-        with self._reading() as connection:
-            rows = connection.execute(sa.select(tables.drift).order_by(tables.drift.c.domain)).all()
-            return tuple(as_record(DriftRecord, row) for row in rows)
 
     def put_deletion(self, deletion: Deletion) -> None:
         """Add a deletion, or replace what is known of it."""

@@ -280,14 +280,6 @@ figures = sa.Table(
     _column("accepted", Json()),
 )
 
-drift = sa.Table(
-    "drift",
-    metadata,
-    _column("domain", Name(), key=True),
-    _column("changed", Number()),
-    _column("state", Json()),
-)
-
 deletions = sa.Table(
     "deletions",
     metadata,

@@ -189,6 +189,24 @@ def test_draft_trees_leave_the_text_alone(
     assert sorted(drafter.opened) == sorted(drafter.closed)
 
 
+@pytest.mark.parametrize("compares", [True, False])
+def test_proposals_are_compared_with_the_text_where_somebody_asks(
+    compares: bool, make_runner: RunnerFactory, plain_texts: Callable[[str], Texts]
+) -> None:
+    """What was accepted was right, and some of what was put to the test was wrong."""
+    family = FAMILIES[0]
+    drafter = NoisyDrafter(plain_texts(family))
+    engine = Engine(
+        make_runner(family), token_budget=256, max_streams=8, drafter=drafter, compares_drafts=compares
+    )
+    outcome = drive(engine, REQUESTS)
+    tested = sum(emission.num_tested for emission in outcome.emissions)
+    right = sum(emission.num_right for emission in outcome.emissions)
+
+    assert outcome.num_accepted > 0
+    assert tested > right >= outcome.num_accepted if compares else tested == right == 0
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("draft", [False, True])
 def test_preemption_leaves_the_text_alone(

@@ -12,7 +12,7 @@ depends_on = None
 
 _IN_ORDER = (
     "routes", "sources", "parents", "versions", "runs", "gates", "ledger", "events", "audit", "settings", "counters",
-    "figures", "drift", "deletions",
+    "figures", "deletions",
 )  # fmt: skip
 
 
@@ -50,13 +50,6 @@ def upgrade() -> None:
         sa.Column("versions", sa.Text(), nullable=False),
         sa.Column("error", sa.Text(), nullable=False),
         sa.PrimaryKeyConstraint("id", name="pk_deletions"),
-    )
-    op.create_table(
-        "drift",
-        sa.Column("domain", sa.Text(), nullable=False),
-        sa.Column("changed", sa.Double(), nullable=False),
-        sa.Column("state", sa.Text(), nullable=False),
-        sa.PrimaryKeyConstraint("domain", name="pk_drift"),
     )
     op.create_table(
         "events",

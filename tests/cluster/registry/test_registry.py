@@ -17,7 +17,6 @@ from paceline.cluster.registry.database import resolve_url
 from paceline.cluster.registry.records import (
     AuditRow,
     Deletion,
-    DriftRecord,
     FigurePoint,
     GateRecord,
     LedgerEntry,
@@ -57,13 +56,11 @@ def test_records_come_back_as_they_were(registry: Registry, open_registry: Calla
         "r2", "aaaa", "bbbb", True, "saves", 4.0, {"saving": {"mean": 0.1, "lo": 0.02, "hi": 0.2}}
     )
     deletion = Deletion("d1", 3.0, "ops", "tenant:acme", "done", 4, ("bbbb",), "")
-    drift = DriftRecord("code", 9.0, {"short": 0.5})
     registry.add_version(SHIPPED)
     registry.add_version(one)
     registry.put_run(run)
     registry.put_gate(gate)
     registry.put_deletion(deletion)
-    registry.put_drift(drift)
     entry = registry.add_ledger(
         LedgerEntry("train", "pays", 8.0, "r1", "", "domain:code", 9.5, 2.0, None, 0.5)
     )
@@ -79,7 +76,6 @@ def test_records_come_back_as_they_were(registry: Registry, open_registry: Calla
     assert other.run("r1") == run
     assert other.gate(run_id="r2") == other.gate(candidate="bbbb") == gate
     assert other.deletions().items == (deletion,)
-    assert other.drift() == (drift,)
     assert other.ledger().items == (entry,)
     assert event in other.events().items
     assert other.audit().items == (row,)
@@ -96,7 +92,7 @@ def test_records_come_back_as_they_were(registry: Registry, open_registry: Calla
     [
         (Version, tables.versions), (Run, tables.runs), (GateRecord, tables.gates), (LedgerEntry, tables.ledger),
         (RolloutEvent, tables.events), (AuditRow, tables.audit), (FigurePoint, tables.figures),
-        (DriftRecord, tables.drift), (Deletion, tables.deletions),
+        (Deletion, tables.deletions),
     ],
 )  # fmt: skip
 def test_a_table_has_a_column_for_each_field(record: type, table: sa.Table) -> None:
@@ -392,7 +388,7 @@ def test_odd_values_are_kept_or_refused_alike(registry: Registry) -> None:
     with refused("bad_value"):
         registry.put_run(Run("r2", seconds=math.nan))
     with refused("bad_value"):
-        registry.put_drift(DriftRecord("d" * 257, 1.0, {}))
+        registry.put_run(Run("r" * 257))
     assert registry.version("'; DROP TABLE versions; --\0") is None
     assert registry.runs().total == 1
 
