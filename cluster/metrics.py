@@ -83,6 +83,12 @@ class Metrics:
             ["streams"],
             registry=self.registry,
         )
+        self.draft_models_off = Gauge(
+            "paceline_draft_models_off",
+            "1 where free sources alone, or no drafts, are faster than asking draft models too, by number of streams.",
+            ["streams"],
+            registry=self.registry,
+        )
         self.step_nodes = self._histogram(
             "step_draft_nodes", "Proposed tokens verified in one step, of all its streams.", _NODES
         )

@@ -1,27 +1,34 @@
-"""Tokens and seconds of steps with drafts and of plain ones -> whether to draft at all.
+"""Tokens and seconds of steps with drafts and of plain ones -> who may be asked: nobody, free sources, everybody.
 
 Everything else that decides about drafts trusts a table of step times. This does not: it compares what steps with
-drafts really emitted in a second with what plain steps emit, measured beside them, and switches drafting off where it
-loses. A plain step is taken now and then to know what it takes: often while drafts gain little, hardly ever while
-they gain much. Switched off, drafting is tried again for a few dozen steps, after longer and longer pauses. Numbers of
-streams are judged apart, by powers of two: what pays for one stream may not for eight.
+drafts really emitted in a second with what plain steps emit, measured beside them, and holds to what is fastest by
+the clock. Free sources alone are one choice, everybody another: a draft model that pays in every step where it is
+asked may still cost more than it brings, where the next steps' tokens would have come free.
+
+A plain step is taken now and then to know what it takes: often while drafts gain little, hardly ever while they gain
+much. A choice that is not the best is tried again for a few dozen steps in short runs, after longer and longer
+pauses. Numbers of streams are judged apart, by powers of two: what pays for one stream may not for eight.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 
 _WARM_UP = 2
-"""Steps of a trial that are not counted: sources have to catch up."""
+"""Steps of a run that tell nothing: sources have to catch up."""
+_RUN = 16
+"""Steps of a trial, then as many of what is best so far: both see the same texts."""
 _LOSSES = ((6, 0.6), (24, 0.94), (96, 1.0))
-"""After so many steps with drafts a gain below that ends them: the fewer steps, the clearer the loss must be."""
+"""After so many steps of a choice a gain below that share of the best one ends it: the fewer, the clearer."""
 _SURE = _LOSSES[-1][0]
 _WINDOW = 256
-"""Steps with drafts that count, decaying."""
+"""Steps of a choice that count, decaying."""
 _GOOD = 1.15
-"""A gain above which a comparison now and then is enough."""
+"""A gain above which a comparison with plain steps now and then is enough."""
 _OFTEN, _SELDOM = 12, 96
 """Steps from one plain one to the next, where drafts gain little and where they gain much."""
 _FEW_PLAIN = 4
@@ -29,6 +36,14 @@ _FEW_PLAIN = 4
 _FIRST_PAUSE, _LONGEST_PAUSE = 128, 4096
 _OUTLIER = 6.0
 """Times the plain steps for as many tokens: more is not the step's doing, or it is bad enough that way."""
+
+
+class Asked(IntEnum):
+    """Who may be asked for drafts in a step."""
+
+    NOBODY = 0
+    FREE = 1
+    EVERYBODY = 2
 
 
 class PlainTimes:
@@ -59,78 +74,171 @@ class PlainTimes:
 
 
 @dataclass(slots=True)
-class _Phase:
-    """Drafting on or off, for numbers of streams that are about the same."""
+class _Choice:
+    """What asking these sources brings, for numbers of streams that are about the same."""
 
-    is_on: bool = True
     steps: int = 0
-    """With drafts, since they were last switched on."""
+    """Since its trial began."""
     plain_s: float = 0.0
     """What the tokens of those steps would have taken without drafts, decayed ..."""
     seconds: float = 0.0
     """... and what they took."""
-    since_plain: int = 0
     pause: int = 0
+    """Steps until it is tried again."""
     next_pause: int = _FIRST_PAUSE
 
     @property
     def gain(self) -> float:
-        """Tokens a second, drafts on against off; 1 until something is known."""
+        """Tokens a second over those of plain steps; 1 until something is known."""
         return self.plain_s / self.seconds if self.seconds else 1.0
+
+    def add(self, plain_s: float, seconds: float) -> None:
+        """A step whose tokens take `plain_s` without drafts took `seconds`."""
+        keep = 1.0 - 1.0 / _WINDOW
+        self.steps += 1
+        self.plain_s = keep * self.plain_s + plain_s
+        self.seconds = keep * self.seconds + min(seconds, _OUTLIER * plain_s)
+
+    def loses_to(self, gain: float) -> bool:
+        """Whether that gain is clearly more than this one's."""
+        return any(self.steps >= steps and self.gain < least * gain for steps, least in _LOSSES)
+
+    def rest(self) -> None:
+        """It lost: not again for a while."""
+        self.pause, self.next_pause = self.next_pause, min(_LONGEST_PAUSE, 2 * self.next_pause)
+
+
+class _Phase:
+    """The choices for numbers of streams that are about the same, and which of them is the best."""
+
+    def __init__(self, kinds: Sequence[Asked]) -> None:
+        self._choices = {kind: _Choice() for kind in kinds}
+        self.best = max(kinds)
+        """Drafts are believed in, until they are found to lose."""
+        self._trial = Asked.NOBODY
+        """Compared with the best, in turns; nobody if there is no such trial."""
+        self._turn = 0
+        """Steps of this run so far."""
+        self._is_trials_turn = False
+        self._since_plain = 0
+        for kind in kinds:
+            if kind != self.best:
+                self._choices[kind].pause = 1
+
+    @property
+    def gain(self) -> float:
+        """Of the best choice; where all lose, of the one that loses least."""
+        if self.best:
+            return self._choices[self.best].gain
+        return max((choice.gain for choice in self._choices.values() if choice.seconds), default=1.0)
+
+    @property
+    def _best_gain(self) -> float:
+        return self._choices[self.best].gain if self.best else 1.0
+
+    def next(self, num_plain: int) -> Asked:
+        """Who may be asked in the next step; `num_plain` plain steps tell what one takes."""
+        self._count_pauses()
+        self._turn += 1
+        if self._trial and self._turn > _RUN:
+            self._turn, self._is_trials_turn = 1, not self._is_trials_turn
+        kind = self._trial if self._is_trials_turn else self.best
+        if kind == Asked.NOBODY:
+            return kind
+        self._since_plain += 1
+        if self._since_plain >= self._interval(num_plain):
+            self._since_plain = 0
+            return Asked.NOBODY
+        return kind
+
+    def _count_pauses(self) -> None:
+        """One trial at a time, and none before the best is sure."""
+        for kind, choice in self._choices.items():
+            if kind in (self.best, self._trial):
+                continue
+            choice.pause = max(0, choice.pause - 1)
+            is_sure = not self.best or self._choices[self.best].steps >= _SURE
+            if choice.pause == 0 and not self._trial and is_sure:
+                self._trial, self._turn, self._is_trials_turn = kind, 0, True
+                choice.steps, choice.plain_s, choice.seconds = 0, 0.0, 0.0
+
+    def _interval(self, num_plain: int) -> int:
+        if num_plain < _FEW_PLAIN:
+            return 2
+        best = self._choices.get(self.best)
+        return _SELDOM if best is not None and best.steps >= _SURE and best.gain > _GOOD else _OFTEN
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether a step of this run tells something already."""
+        return self._turn > _WARM_UP
+
+    def stepped(self, kind: Asked, plain_s: float, seconds: float) -> None:
+        """A step in which `kind` might be asked, against the plain steps for as many tokens; zeros say nothing."""
+        choice = self._choices[kind]
+        choice.add(plain_s, seconds)
+        if kind == self.best:
+            self._judge_best(choice)
+        elif kind == self._trial:
+            self._judge_trial(choice)
+
+    def _judge_best(self, choice: _Choice) -> None:
+        if choice.steps >= _SURE and choice.gain >= 1.0:
+            choice.next_pause = _FIRST_PAUSE
+        elif choice.loses_to(1.0):
+            choice.rest()
+            self._end_trial()
+            self.best = Asked.NOBODY
+
+    def _judge_trial(self, choice: _Choice) -> None:
+        if choice.loses_to(self._best_gain):
+            choice.rest()
+            self._end_trial()
+        elif choice.steps >= _SURE and choice.gain > self._best_gain:
+            if self.best:
+                self._choices[self.best].rest()
+            self.best = self._trial
+            choice.next_pause = _FIRST_PAUSE
+            self._end_trial()
+
+    def _end_trial(self) -> None:
+        self._trial, self._turn, self._is_trials_turn = Asked.NOBODY, 0, False
 
 
 class Referee:
     """Decides step by step; one for each engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: Sequence[Asked] = (Asked.EVERYBODY,)) -> None:
+        """`kinds`: the choices there are beside asking nobody; free sources only where there are others as well."""
+        self._kinds = tuple(kinds)
         self._plain = PlainTimes()
         self._phases: dict[int, _Phase] = {}
 
-    def may_draft(self, num_streams: int) -> bool:
-        """Whether the next step, of about so many streams, may ask anybody for drafts. Called once a step."""
-        phase = self._phase(num_streams)
-        if not phase.is_on:
-            phase.pause -= 1
-            if phase.pause > 0:
-                return False
-            phase.is_on, phase.steps, phase.plain_s, phase.seconds = True, 0, 0.0, 0.0
-        phase.since_plain += 1
-        if phase.since_plain >= self._interval(phase, num_streams):
-            phase.since_plain = 0
-            return False
-        return True
+    def may_ask(self, num_streams: int) -> Asked:
+        """Who may be asked for drafts for the next step, of about so many streams. Called once a step."""
+        return self._phase(num_streams).next(self._plain.count(num_streams))
 
-    def _interval(self, phase: _Phase, num_streams: int) -> int:
-        if self._plain.count(num_streams) < _FEW_PLAIN:
-            return 2
-        return _SELDOM if phase.steps >= _SURE and phase.gain > _GOOD else _OFTEN
-
-    def stepped(self, num_streams: int, num_tokens: int, seconds: float, *, drafted: bool) -> None:
+    def stepped(self, num_streams: int, num_tokens: int, seconds: float, asked: Asked) -> None:
         """A step of so many streams emitted so many tokens; `seconds` are all of it, asking included."""
-        if not drafted:
+        if asked == Asked.NOBODY:
             self._plain.observe(num_streams, seconds)
             return
         phase = self._phase(num_streams)
-        phase.steps += 1
-        if phase.steps <= _WARM_UP or self._plain.count(num_streams) < _FEW_PLAIN:
-            return
-        plain_s = num_tokens / num_streams * self._plain(num_streams)
-        keep = 1.0 - 1.0 / _WINDOW
-        phase.plain_s = keep * phase.plain_s + plain_s
-        phase.seconds = keep * phase.seconds + min(seconds, _OUTLIER * plain_s)
-        if phase.steps >= _SURE and phase.gain >= 1.0:
-            phase.next_pause = _FIRST_PAUSE
-        elif any(phase.steps >= steps and phase.gain < least for steps, least in _LOSSES):
-            phase.is_on, phase.pause = False, phase.next_pause
-            phase.next_pause = min(_LONGEST_PAUSE, 2 * phase.next_pause)
+        if phase.is_warm and self._plain.count(num_streams) >= _FEW_PLAIN:
+            phase.stepped(asked, num_tokens / num_streams * self._plain(num_streams), seconds)
+        else:
+            phase.stepped(asked, 0.0, 0.0)
 
     def _phase(self, num_streams: int) -> _Phase:
-        return self._phases.setdefault(max(1, num_streams).bit_length(), _Phase())
+        size = max(1, num_streams).bit_length()
+        if size not in self._phases:
+            self._phases[size] = _Phase(self._kinds)
+        return self._phases[size]
 
     def reset(self) -> None:
         """Somebody drafts otherwise now: what was found of drafting no longer counts."""
         self._phases.clear()
 
-    def gains(self) -> dict[int, tuple[float, bool]]:
-        """Smallest number of streams -> (gain when drafting was last compared, whether it is on)."""
-        return {1 << (size - 1): (phase.gain, phase.is_on) for size, phase in sorted(self._phases.items())}
+    def gains(self) -> dict[int, tuple[float, Asked]]:
+        """Smallest number of streams -> (gain of drafting when it was last compared, who may be asked now)."""
+        return {1 << (size - 1): (phase.gain, phase.best) for size, phase in sorted(self._phases.items())}

@@ -16,7 +16,7 @@ import structlog
 from paceline.cluster import failpoints, wire
 from paceline.cluster.controller import Controller
 from paceline.cluster.errors import RequestError, WireError
-from paceline.cluster.referee import Referee
+from paceline.cluster.referee import Asked, Referee
 from paceline.cluster.scheduler import Stream
 from paceline.cluster.types import (
     Abort,
@@ -36,7 +36,7 @@ from paceline.cluster.types import (
 from paceline.workers.base import Worker
 from paceline.workers.capture import Recorder
 from paceline.workers.drafters.base import Context, Drafter, make
-from paceline.workers.drafters.fused import FusedDrafter
+from paceline.workers.drafters.fused import FusedDrafter, choices
 from paceline.workers.drafters.remote import RemoteDrafter
 from paceline.workers.engine import Emission, Engine
 from paceline.workers.kv_receive import HandoffReceiver, Incoming
@@ -112,7 +112,7 @@ class DecodeWorker(Worker):
         drafters = [make(name, context) for name in speculation.sources]
         self._remote = next((d for d in drafters if isinstance(d, RemoteDrafter)), None)
         if speculation.control == "measured":
-            self._controller = Controller(measure_step_cost(runner), referee=Referee())
+            self._controller = Controller(measure_step_cost(runner), referee=Referee(choices(drafters)))
         return FusedDrafter(drafters, self._controller, metrics=self.metrics)
 
     # -- event loop's thread -----------------------------------------------------------------------------
@@ -305,9 +305,10 @@ class DecodeWorker(Worker):
             for rows, seconds in zip(cost.rows.astype(int).tolist(), cost(cost.rows).tolist(), strict=True):
                 self.metrics.step_cost.labels(rows).set(seconds)
             referee = self._controller.referee
-            for streams, (gain, is_on) in (referee.gains() if referee is not None else {}).items():
+            for streams, (gain, asked) in (referee.gains() if referee is not None else {}).items():
                 self.metrics.draft_gain.labels(streams).set(gain)
-                self.metrics.draft_off.labels(streams).set(not is_on)
+                self.metrics.draft_off.labels(streams).set(asked == Asked.NOBODY)
+                self.metrics.draft_models_off.labels(streams).set(asked != Asked.EVERYBODY)
         return super().metrics_text()
 
     def num_streams(self) -> int:

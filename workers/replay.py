@@ -28,7 +28,7 @@ from paceline.cluster.speculation import Tree
 from paceline.cluster.types import SOURCE_DRAFT, Request, Sampling
 from paceline.workers.draft_engine import DraftEngine
 from paceline.workers.drafters.base import Context, Drafter, Outcome, make
-from paceline.workers.drafters.fused import FusedDrafter
+from paceline.workers.drafters.fused import FusedDrafter, choices
 from paceline.workers.engine import Engine, StepResult
 from paceline.workers.kv_cache import KVCache
 from paceline.workers.model_batch import PackedBatch
@@ -344,7 +344,9 @@ def drafters_of(
     timed_ones = [
         TimedDrafter(one, costs.suffix_s, clock) if one.name == "suffix" else one for one in drafters
     ]
-    controller = Controller(costs.target, referee=Referee()) if policy.control == "measured" else None
+    if policy.control != "measured":
+        return FusedDrafter(timed_ones, clock=clock)
+    controller = Controller(costs.target, referee=Referee(choices(timed_ones)))
     return FusedDrafter(timed_ones, controller, clock=clock)
 
 

@@ -29,7 +29,7 @@ from paceline.deploy.bench.figures import Block, Count, timed
 from paceline.workers.draft_engine import DraftEngine
 from paceline.workers.drafters.base import Context, Drafter, make
 from paceline.workers.drafters.colocated import ColocatedDrafter
-from paceline.workers.drafters.fused import FusedDrafter
+from paceline.workers.drafters.fused import FusedDrafter, choices
 from paceline.workers.engine import Engine
 from paceline.workers.model_runner import ModelRunner, load_runner
 from paceline.workers.profile import measure_step_cost
@@ -74,8 +74,9 @@ def drafters(folder: Path, speculation: SpeculationConfig | None = None) -> Draf
         engine = DraftEngine(runner, token_budget=config.token_budget, prefix_cache=False)
         context = Context(target, shape, Metrics(), draft=engine)
         # Step times are measured where the blocks will run: with the same number of threads.
-        controller = Controller(measure_step_cost(target), referee=Referee())
-        return FusedDrafter([make(name, context) for name in shape.sources], controller)
+        sources = [make(name, context) for name in shape.sources]
+        controller = Controller(measure_step_cost(target), referee=Referee(choices(sources)))
+        return FusedDrafter(sources, controller)
 
     return make_all
 

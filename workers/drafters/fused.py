@@ -12,10 +12,17 @@ from dataclasses import dataclass, field
 
 from paceline.cluster.controller import Controller
 from paceline.cluster.metrics import Metrics
+from paceline.cluster.referee import Asked
 from paceline.cluster.scheduler import Stream
 from paceline.cluster.speculation import Tree, fuse
 from paceline.cluster.types import SOURCE_DRAFT
 from paceline.workers.drafters.base import Drafter, Outcome
+
+
+def choices(drafters: Sequence[Drafter]) -> tuple[Asked, ...]:
+    """What a referee may choose from."""
+    is_free = {drafter.is_free for drafter in drafters}
+    return (Asked.FREE, Asked.EVERYBODY) if len(is_free) == 2 else (Asked.EVERYBODY,)
 
 
 class FusedDrafter(Drafter):
@@ -51,7 +58,7 @@ class FusedDrafter(Drafter):
         """Streams of this step that want drafts."""
         self._num_others = 0
         """Streams of the last step that wanted no drafts; the next will have about as many."""
-        self._may_draft = True
+        self._may_ask = Asked.EVERYBODY
         """What the controller's referee said of the next step."""
         self._began = 0.0
         """When this step's drafts were asked for ..."""
@@ -93,8 +100,9 @@ class FusedDrafter(Drafter):
         self._asked = {}
         self._decided = {stream.key for stream in streams}
         referee = self._controller.referee
-        self._may_draft = referee is None or referee.may_draft(len(streams) + self._num_others)
-        if self._may_draft:
+        if referee is not None:
+            self._may_ask = referee.may_ask(len(streams) + self._num_others)
+        if self._may_ask:
             self._ask_early(self._controller, streams)
         self._before_s = self._clock() - began
 
@@ -102,6 +110,8 @@ class FusedDrafter(Drafter):
         """Decide for which streams each drafter is asked; free ones answer at once."""
         found = [0.0] * len(streams)
         for drafter in sorted(self._drafters, key=lambda drafter: not drafter.is_free):
+            if self._may_ask == Asked.FREE and not drafter.is_free:
+                continue
             keys = [stream.key for stream in streams]
             asked = controller.ask_for(drafter.name, keys, found, self._num_others, is_free=drafter.is_free)
             wanted = [streams[index] for index in asked]
@@ -135,7 +145,7 @@ class FusedDrafter(Drafter):
     def propose(self, streams: Sequence[Stream]) -> list[Tree | None]:
         self._num_drafting = len(streams)
         self._began = self._clock()
-        if not self._may_draft:
+        if not self._may_ask:
             return [None] * len(streams)
         for drafter in self._drafters:
             if drafter.name not in self._asked:
@@ -207,7 +217,7 @@ class FusedDrafter(Drafter):
         if num_drafting and is_plain and controller.referee is not None:
             whole_s = self._before_s + self._clock() - self._began
             num_tokens = sum(1 + len(outcome.path) for outcome in outcomes)
-            controller.referee.stepped(len(outcomes), num_tokens, whole_s, drafted=self._may_draft)
+            controller.referee.stepped(len(outcomes), num_tokens, whole_s, self._may_ask)
         self._before_s = 0.0
 
     def _settle(self, controller: Controller, outcomes: Sequence[Outcome]) -> None:
