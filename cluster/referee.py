@@ -151,6 +151,11 @@ class _Phase:
             return Asked.NOBODY
         return kind
 
+    def retry(self) -> None:
+        """What rests, rests no longer."""
+        for choice in self._choices.values():
+            choice.pause, choice.next_pause = 0, _FIRST_PAUSE
+
     def _count_pauses(self) -> None:
         """One trial at a time, and none before the best is sure."""
         for kind, choice in self._choices.items():
@@ -238,6 +243,11 @@ class Referee:
     def reset(self) -> None:
         """Somebody drafts otherwise now: what was found of drafting no longer counts."""
         self._phases.clear()
+
+    def retry(self) -> None:
+        """Somebody drafts otherwise for some streams: what lost before is tried again at once."""
+        for phase in self._phases.values():
+            phase.retry()
 
     def gains(self) -> dict[int, tuple[float, Asked]]:
         """Smallest number of streams -> (gain of drafting when it was last compared, who may be asked now)."""

@@ -117,6 +117,8 @@ class WorkerInfo(Struct, frozen=True):
     state: State = "starting"
     version: str = ""
     """Content hash (12 hex digits) of the weights it serves."""
+    beside: tuple[str, ...] = ()
+    """Of a draft worker: further weights that draft for some of its streams, a canary's and those of routes."""
     kv_blocks_used: int = 0
     kv_blocks_free: int = 0
     num_streams: int = 0
@@ -264,7 +266,7 @@ class Delta(Struct, frozen=True):
     num_drafted: int = 0
     finish: FinishReason | None = None
     kv_source: str = ""
-    """How the prompt's KV came to be: "link", or "local:<reason>". Set in the first delta of an attempt."""
+    """How the prompt's KV came to be: "link", "link:<codec>", or "local:<reason>". Set in the first delta of an attempt."""
     kv_bytes: int = 0
     draft_version: str = ""
     error: str = ""
@@ -295,6 +297,8 @@ class KVLayout(Struct, frozen=True):
     head_dim: int
     dtype: str
     model_version: str
+    codec: str = "none"
+    """How rows are coded on the link, `kv.codec`."""
 
 
 class HeadRange(Struct, frozen=True):
@@ -606,6 +610,85 @@ class TrainerStatus(Struct, frozen=True):
     error: str = ""
 
 
+# --- a worker's leader <-> its other ranks --------------------------------------------------------------
+#
+# Control of the KV links whose ends ranks have themselves. What they compute is said in frames of their own group, which
+# knows no events: these come when they come. `KVReady` and `Credit` go this way too, to and from the other worker.
+
+
+class RankHello(Struct, frozen=True):
+    """rank -> leader: this connection is mine."""
+
+    rank: int
+
+
+class LinkOpen(Struct, frozen=True):
+    """leader -> rank: have an end of this link. The key of the pair does not leave the node."""
+
+    link_key: str
+    pair_key: bytes
+    store_host: str
+    store_port: int
+    is_sender: bool
+
+
+class LinkExpect(Struct, frozen=True):
+    """leader -> rank: receive this announced message."""
+
+    message: KVReady
+
+
+class LinkMark(Struct, frozen=True):
+    """leader -> rank: say the same when all that was pushed into the link so far is announced."""
+
+    link_key: str
+    number: int
+
+
+class LinkClose(Struct, frozen=True):
+    """leader -> rank: drop the link."""
+
+    link_key: str
+
+
+class LinkForget(Struct, frozen=True):
+    """leader -> rank: nobody wants what arrived."""
+
+    link_key: str
+    seq: int
+
+
+class LinkSent(Struct, frozen=True):
+    """rank -> leader: a message left, and its digest took so long."""
+
+    link_key: str
+    num_bytes: int
+    digest_s: float
+
+
+class LinkDown(Struct, frozen=True):
+    """rank -> leader: the link is poisoned; `reason` is a short metric label."""
+
+    link_key: str
+    reason: str
+
+
+class LinkArrived(Struct, frozen=True):
+    """rank -> leader: the message is here, outside the pool. A frame says where it is to go."""
+
+    message: KVReady
+
+
+class LinkPlaced(Struct, frozen=True):
+    """rank -> leader: the message is in the pool, and its digest held there, or did not."""
+
+    link_key: str
+    seq: int
+    is_intact: bool
+    num_bytes: int
+    digest_s: float
+
+
 # --- everyone -> control --------------------------------------------------------------------------------
 
 
@@ -650,5 +733,6 @@ class Ping(Struct, frozen=True):
 Message = (
     Register | Directory | Route | Assignment | Progress | Quarantine | Generate | Prefill | PrefillLost | Cancel | Deltas
     | Reserve | Grant | Refuse | KVReady | Credit | Commit | CommitAck | Abort
+    | RankHello | LinkOpen | LinkExpect | LinkMark | LinkClose | LinkForget | LinkSent | LinkDown | LinkArrived | LinkPlaced
     | DraftAsk | Drafts | DraftPlan | DraftStatus | Served | TrainerPlan | TrainerStatus | Snapshot | Hello | Welcome | Proof | Ping
 )  # fmt: skip

@@ -21,10 +21,14 @@ import torch
 
 from paceline.cluster import failpoints, wire
 from paceline.cluster.config import ClusterConfig, EngineConfig, Secrets, model_folder
+from paceline.cluster.errors import GangLost
 from paceline.cluster.membership import Member, ResolveRouter, new_incarnation
 from paceline.cluster.metrics import Metrics
 from paceline.cluster.types import Directory, Message, Role, State, WorkerInfo
 from paceline.workers.model_runner import ModelRunner, load_runner
+from paceline.workers.parallel.gang import Launch, load_parallel_runner, spawn
+from paceline.workers.parallel.links import LinkSetup, RankLinks
+from paceline.workers.parallel.runner import ParallelRunner
 
 log = structlog.get_logger(__name__)
 
@@ -44,8 +48,16 @@ class Worker:
     role: Role
 
     def __init__(
-        self, config: ClusterConfig, secrets: Secrets, *, name: str, resolve: ResolveRouter, node: str = ""
+        self,
+        config: ClusterConfig,
+        secrets: Secrets,
+        *,
+        name: str,
+        resolve: ResolveRouter,
+        node: str = "",
+        launch: Launch = spawn,
     ) -> None:
+        """`launch` starts the other ranks of a tensor-parallel worker on this node."""
         self.config = config
         self.secrets = secrets
         self.metrics = Metrics()
@@ -58,6 +70,10 @@ class Worker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_stuck = False
         self._spawned: set[asyncio.Future[None]] = set()
+        self._launch = launch
+        self.ranks = RankLinks(self._rank_lost)
+        """Connections to the other ranks, if there are any."""
+        self._runner: ModelRunner | None = None
 
     # -- what a subclass provides (engine thread) --------------------------------------------------------
 
@@ -88,6 +104,10 @@ class Worker:
         """Content hash of the weights."""
         return ""
 
+    def versions_beside(self) -> tuple[str, ...]:
+        """Hashes of weights that serve some streams instead."""
+        return ()
+
     def handle(self, peer: wire.Peer, message: Message) -> None:
         """A message for the engine thread."""
         raise NotImplementedError
@@ -98,15 +118,26 @@ class Worker:
     def hand_over(self) -> None:
         """Give up what still runs at the end of the grace period, and say so to whom it matters (engine thread)."""
 
-    def load_model(self, name: str, engine: EngineConfig, *, few_rows: bool = False) -> ModelRunner:
+    def load_model(
+        self, name: str, engine: EngineConfig, *, few_rows: bool = False, tp: int = 1
+    ) -> ModelRunner:
         """A model with its pool, as this role's part of the configuration says; its path goes to log and figures."""
         torch.set_num_threads(engine.threads)
-        runner, reason = load_runner(
-            model_folder(name),
-            kv_memory_mb=engine.kv_memory_mb,
-            block_size=self.config.kv.block_size,
-            few_rows=few_rows,
-        )
+        sizes = {"kv_memory_mb": engine.kv_memory_mb, "block_size": self.config.kv.block_size}
+        runner: ModelRunner
+        if tp > 1:
+            runner, reason = load_parallel_runner(
+                model_folder(name),
+                tp=tp,
+                **sizes,
+                threads=engine.threads,
+                launch=self._launch,
+                links=self._rank_setup(),
+            )
+            self.ranks.wait(tp, self.config.link.dead_s)
+        else:
+            runner, reason = load_runner(model_folder(name), **sizes, few_rows=few_rows)
+        self._runner = runner
         log.info(
             "model_ready",
             worker=self.member.me.worker_id,
@@ -116,6 +147,37 @@ class Worker:
         )
         self.metrics.forward.labels(runner.path).set(1)
         return runner
+
+    def _rank_setup(self) -> LinkSetup:
+        """What the other ranks must know of this worker."""
+        me, link = self.member.info, self.config.link
+        return LinkSetup(
+            me.host,
+            me.port,
+            me.worker_id,
+            me.incarnation,
+            self.secrets.link,
+            link.interface,
+            link.backend,
+            link.timeout_s,
+            link.overlap,
+            link.ping_s,
+            link.dead_s,
+            self.config.kv.codec,
+        )
+
+    def _rank_lost(self, reason: str) -> None:
+        """Without one rank the others are of no use: the worker ends, and is replaced as a whole (event loop's thread)."""
+        if self.failure is None and self.state != "draining":
+            log.error("rank_lost", worker=self.member.me.worker_id, reason=reason)
+            self._fail(GangLost(reason))
+
+    def _fail(self, error: BaseException) -> None:
+        """This worker is done for. Peers must notice now, not at the next health check: streams move when connections close."""
+        self.failure = error
+        self.state = "draining"
+        self._inbox.put(None)
+        self.soon(lambda: self.spawn(self.member.close()))
 
     # -- life --------------------------------------------------------------------------------------------
 
@@ -150,10 +212,16 @@ class Worker:
         self._inbox.put(None)
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join, 5.0)
+        if isinstance(self._runner, ParallelRunner):
+            self.state = "draining"
+            await asyncio.to_thread(self._runner.close)
         await self.member.close()
 
     def check(self) -> None:
-        """Raise if the engine thread died; Serve then replaces this replica."""
+        """Raise if the engine thread or a rank died; Serve then replaces this replica."""
+        if isinstance(self._runner, ParallelRunner) and self._runner.gang is not None:
+            if lost := self._runner.gang.lost():
+                self._rank_lost(lost)
         if self.failure is not None:
             raise RuntimeError(f"engine thread of {self.member.me.worker_id} died") from self.failure
 
@@ -184,10 +252,7 @@ class Worker:
                 self._is_stuck = self.has_work() and not self.step()
         except BaseException as error:
             log.exception("engine_died", worker=self.member.me.worker_id)
-            self.failure = error
-            self.state = "draining"
-            # Peers must notice now, not at the next health check: streams move on when connections close.
-            self.soon(lambda: self.spawn(self.member.close()))
+            self._fail(error)
 
     def _drain_inbox(self) -> bool:
         """Run all waiting jobs; wait for one if there is no other work. False when told to stop."""
@@ -216,6 +281,7 @@ class Worker:
             info,
             state=self.state,
             version=self.version(),
+            beside=self.versions_beside(),
             kv_blocks_used=used,
             kv_blocks_free=free,
             num_streams=self.num_streams(),
@@ -229,10 +295,16 @@ class Worker:
         return self.metrics.text()
 
     def on_message(self, peer: wire.Peer, message: Message) -> None:
+        if not self.ranks.take(peer, message):
+            self.on_others(peer, message)
+
+    def on_others(self, peer: wire.Peer, message: Message) -> None:
+        """A message from another worker or a gateway (event loop's thread)."""
         self.post(lambda: self.handle(peer, message))
 
     def on_peer_lost(self, peer: wire.Peer) -> None:
-        self.post(lambda: self.peer_lost(peer))
+        if not self.ranks.lost(peer):
+            self.post(lambda: self.peer_lost(peer))
 
     def on_directory(self, directory: Directory) -> None:
         return

@@ -51,6 +51,7 @@ class DraftWorker(Worker):
             changed=self._tell,
         )
         self._status = self._versions.status()
+        self._beside = self._versions.beside
 
     # -- versions ----------------------------------------------------------------------------------------
 
@@ -59,7 +60,8 @@ class DraftWorker(Worker):
         status = self._versions.status()
         if status == self._status:
             return
-        is_new = status.live != self._status.live
+        beside, self._beside = self._beside, self._versions.beside
+        is_new = (status.live, self._beside) != (self._status.live, beside)
         self._status = status
         if self._control is not None:
             self._control.send_threadsafe(status)
@@ -196,6 +198,9 @@ class DraftWorker(Worker):
 
     def version(self) -> str:
         return self._status.live if self.state != "starting" else ""
+
+    def versions_beside(self) -> tuple[str, ...]:
+        return self._beside if self.state != "starting" else ()
 
 
 def _prefix(peer: wire.Peer) -> str:

@@ -342,6 +342,11 @@ class DraftVersions:
     def live(self) -> str:
         return self._plan.live
 
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """What drafts for some streams instead: a canary, and versions of routes."""
+        return tuple(version for version in versions_needed(self._plan) if version != self._plan.live)
+
     def waited(self, seconds: float) -> None:
         """An ask was answered after so long: near a switch, the longest counts."""
         if self._coming or self._clock() - self._changed_at < _AROUND_S:

@@ -121,6 +121,24 @@ def test_other_weights_are_tried_at_once() -> None:
     assert sum(bool(referee.may_ask(4)) for _ in range(20)) >= 15
 
 
+def test_what_lost_is_tried_again_when_somebody_says_so() -> None:
+    """A canary drafts for some streams: it cannot be judged while nobody is asked."""
+    referee = Referee()
+    for _ in range(3_000):
+        asked = referee.may_ask(4)
+        referee.stepped(4, 4, PLAIN_S * (2.0 if asked else 1.0), asked)
+    assert not any(referee.may_ask(4) for _ in range(20))
+
+    referee.retry()
+
+    tried = 0
+    for _ in range(40):
+        asked = referee.may_ask(4)
+        tried += bool(asked)
+        referee.stepped(4, 4, PLAIN_S * (2.0 if asked else 1.0), asked)
+    assert 5 <= tried <= 24  # and given up again
+
+
 def test_a_hung_source_is_seen_in_a_few_dozen_steps() -> None:
     """Steps that wait fifty times as long as they work count as no more than what is plainly bad."""
     referee = Referee()

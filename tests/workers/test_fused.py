@@ -116,11 +116,15 @@ class Chain(Drafter):
         self.is_right = True
         self.num_asked = 0
         self.asked_for: set[str] = set()
-        self.named = "v1"
+        self.named, self.named_beside = "v1", ""
 
     @property
     def weights(self) -> str:
         return self.named
+
+    @property
+    def beside(self) -> str:
+        return self.named_beside
 
     def open(self, stream: Stream) -> None:
         self.asked_for.add(stream.request.id)
@@ -232,6 +236,30 @@ def test_new_weights_are_tried_at_once(
 
     assert chain.num_asked >= asked + 9
     assert sum(accepted) >= 25
+
+
+def test_a_canary_has_the_clock_look_again(
+    long_run: Callable[..., tuple[Engine, Chain, Watched, Request]],
+) -> None:
+    """What was learnt of the live draft stays; only what lost by the clock is tried again, once for each change."""
+    looks: list[str] = []
+
+    class Looking(Referee):
+        def retry(self) -> None:
+            looks.append("again")
+
+        def reset(self) -> None:
+            looks.append("anew")
+
+    engine, chain, controller, request = long_run(StepCost([1, 64], [1.0, 1.5]))
+    controller.referee = Looking()
+    engine.add(request)
+    for named, beside in (("v1", ""), ("v1", "v2"), ("v1", "v2"), ("v2", "v1"), ("v2", "")):
+        chain.named, chain.named_beside = named, beside
+        engine.step()
+        engine.step()
+
+    assert looks == ["again", "anew", "again"]
 
 
 class Bill(Controller):

@@ -135,6 +135,10 @@ def test_weights_are_those_of_the_draft_workers_in_the_directory(
 
     assert seen == ["v1", "v1", "v1", "v1,v2", "v2"]
 
+    drafter.reroute([stream], [msgspec.structs.replace(WORKER, version="v2", beside=("v3",))])
+
+    assert (drafter.weights, drafter.beside) == ("v2", "v3")
+
 
 def test_answers_for_streams_that_ended_are_not_kept(ready: tuple[RemoteDrafter, Wire, Stream]) -> None:
     """A draft is often on its way when its stream ends, and a worker may never answer: neither fills the memory."""

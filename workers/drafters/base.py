@@ -44,6 +44,11 @@ class Drafter:
         """Version of what it drafts with now. When that changes, what was learnt of it no longer counts."""
         return ""
 
+    @property
+    def beside(self) -> str:
+        """Versions with which it drafts for some streams instead. When that changes, it is worth another look."""
+        return ""
+
     def open(self, stream: Stream) -> None:
         """A stream that wants drafts was admitted. Its tokens are known, its KV may not be there yet."""
 

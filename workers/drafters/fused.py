@@ -44,7 +44,7 @@ class FusedDrafter(Drafter):
         metrics = metrics or Metrics()
         self._drafted = {drafter.name: metrics.drafted.labels(drafter.name) for drafter in drafters}
         self._seconds = {drafter.name: metrics.draft_seconds.labels(drafter.name) for drafter in drafters}
-        self._weights = {drafter.name: drafter.weights for drafter in drafters}
+        self._weights = {drafter.name: (drafter.weights, drafter.beside) for drafter in drafters}
         self._found: dict[str, _Found] = {}
         """By stream: what was proposed for its next step."""
         self._asked: dict[str, set[str] | None] = {drafter.name: None for drafter in drafters}
@@ -127,9 +127,14 @@ class FusedDrafter(Drafter):
     def _notice(self, controller: Controller) -> None:
         """Drafters whose weights changed begin anew: a better draft is not kept waiting for the old one's sake."""
         for drafter in self._drafters:
-            if (weights := drafter.weights) != self._weights[drafter.name]:
-                self._weights[drafter.name] = weights
+            before, now = self._weights[drafter.name], (drafter.weights, drafter.beside)
+            if now == before:
+                continue
+            self._weights[drafter.name] = now
+            if now[0] != before[0]:
                 controller.reset(drafter.name, drafter.source)
+            elif controller.referee is not None:
+                controller.referee.retry()
 
     def _expected(self, stream: Stream) -> float:
         """Tokens that the next step will accept by what is found so far."""

@@ -88,7 +88,7 @@ class RemoteDrafter(Drafter):
         self._unknown: set[str] = set()
         self._arrived: dict[int, list[tuple[int, float]]] = {}
         self._changed = threading.Condition()
-        self._weights = ""
+        self._weights, self._beside = "", ""
         self._last_asked = (-_IN_USE_S, 0)
         """When somebody was last asked for, and how many streams."""
 
@@ -122,6 +122,7 @@ class RemoteDrafter(Drafter):
         self._ready = [worker for worker in workers if worker.state == "ready"]
         if self._ready:  # none for a moment is no new draft
             self._weights = ",".join(sorted({worker.version for worker in self._ready}))
+            self._beside = ",".join(sorted({version for worker in self._ready for version in worker.beside}))
         leaving = {worker.incarnation for worker in workers if worker.state == "draining"}
         for incarnation in leaving & self._sources.keys() if self._ready else ():
             self._move(self._streams_of(self._sources[incarnation]))
@@ -148,6 +149,10 @@ class RemoteDrafter(Drafter):
     @property
     def weights(self) -> str:
         return self._weights
+
+    @property
+    def beside(self) -> str:
+        return self._beside
 
     def open(self, stream: Stream) -> None:
         self._open(stream, is_wanted=self._is_in_use())
