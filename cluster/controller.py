@@ -12,6 +12,7 @@ goodput; here the tree is cut over all streams of the batch at once.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -38,7 +39,8 @@ class StepCost:
         # More rows never cost less. Where the table says so the smaller number was measured too slow: whoever has
         # the core meanwhile only ever adds.
         self.seconds = np.minimum.accumulate(np.asarray(seconds, np.float64)[order][::-1])[::-1].copy()
-        self._measured = self.seconds.copy()
+        self._rows: list[float] = self.rows.tolist()
+        self._measured: list[float] = self.seconds.tolist()
         self._scale = 1.0
 
     def __call__(self, rows: npt.ArrayLike) -> FloatArray:
@@ -57,19 +59,35 @@ class StepCost:
         steps count for little, however long they took: else those that are interrupted, which are always the same
         kind, would push the scale up and with it every number of rows that is not seen.
         """
-        error = min(max(seconds / float(self(rows)) - 1.0, -_MOST), _MOST)
+        table: list[float] = self.seconds.tolist()  # plain floats: this runs between steps
+        right = bisect_left(self._rows, rows)
+        near = sorted({max(0, right - 1), min(right, len(table) - 1)})
+        gaps = [abs(self._rows[index] - rows) for index in near]
+        weights = [1.0 - gap / sum(gaps) if sum(gaps) > 0 else 1.0 for gap in gaps]
+        expected = self._scale * self._between(table, near, rows)
+        error = min(max(seconds / expected - 1.0, -_MOST), _MOST)
         self._scale *= 1.0 + 0.1 * error
-        right = int(np.searchsorted(self.rows, rows))
-        near = sorted({max(0, right - 1), min(right, len(self.rows) - 1)})
-        gaps = np.abs(self.rows[near] - rows)
-        weights = 1.0 - gaps / gaps.sum() if gaps.sum() > 0 else np.ones(len(near))
-        self.seconds[near] *= 1.0 + 0.04 * weights * error  # slower: the scale comes first
-        # A scale too large by what some rows are too small is no error of either: without a pull to what was measured
-        # they part for ever, and rows that are not seen grow with the scale.
-        self.seconds[near] *= (self._measured[near] / self.seconds[near]) ** (0.005 * weights)
-        # Neighbours give way: more rows never cost less.
-        self.seconds[: near[-1]] = np.minimum(self.seconds[: near[-1]], self.seconds[near[-1]])
-        self.seconds[near[0] :] = np.maximum(self.seconds[near[0] :], self.seconds[near[0]])
+        for index, weight in zip(near, weights, strict=True):
+            table[index] *= 1.0 + 0.04 * weight * error  # slower: the scale comes first
+            # A scale too large by what some rows are too small is no error of either: without a pull to what was
+            # measured they part for ever, and rows that are not seen grow with the scale.
+            table[index] *= (self._measured[index] / table[index]) ** (0.005 * weight)
+        # Others give way: more rows never cost less.
+        last = near[-1]
+        self.seconds[:] = [
+            min(value, table[last]) if index < last else max(value, table[last])
+            for index, value in enumerate(table)
+        ]
+
+    def _between(self, table: list[float], near: list[int], rows: float) -> float:
+        """`table` at a number of rows whose neighbours are `near`; as `__call__`, for one number."""
+        if rows > self._rows[-1]:
+            near = [max(0, len(table) - 2), len(table) - 1]
+        low, high = near[0], near[-1]
+        if low == high or rows <= self._rows[low]:
+            return table[low]
+        slope = (table[high] - table[low]) / (self._rows[high] - self._rows[low])
+        return table[low] + (rows - self._rows[low]) * slope
 
 
 _EDGES = np.asarray([0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95])

@@ -19,6 +19,10 @@ from paceline.cluster.types import SOURCE_DRAFT
 from paceline.workers.drafters.base import Drafter, Outcome
 
 
+_PLAIN_STEPS = 8
+"""Of so many steps while drafting is off, one is told to the table of step costs."""
+
+
 def choices(drafters: Sequence[Drafter]) -> tuple[Asked, ...]:
     """What a referee may choose from."""
     is_free = {drafter.is_free for drafter in drafters}
@@ -54,6 +58,8 @@ class FusedDrafter(Drafter):
         self._trust: dict[str, _Trust] = {drafter.name: _Trust() for drafter in drafters if drafter.is_free}
         self._decided: set[str] = set()
         """Streams for which was decided whom to ask for the next step."""
+        self._num_plain = 0
+        """Steps since somebody might be asked."""
         self._num_drafting = 0
         """Streams of this step that want drafts."""
         self._num_others = 0
@@ -213,7 +219,7 @@ class FusedDrafter(Drafter):
             return
         # Steps in which prompts were computed say nothing of others with as many rows.
         is_plain = num_rows == sum(1 if outcome.tree is None else len(outcome.tree) for outcome in outcomes)
-        if is_plain:
+        if is_plain and self._tells_cost():
             controller.cost.observe(num_rows, seconds)
         num_drafting, self._num_drafting = self._num_drafting, 0
         self._num_others = len(outcomes) - num_drafting
@@ -224,6 +230,11 @@ class FusedDrafter(Drafter):
             num_tokens = sum(1 + len(outcome.path) for outcome in outcomes)
             controller.referee.stepped(len(outcomes), num_tokens, whole_s, self._may_ask)
         self._before_s = 0.0
+
+    def _tells_cost(self) -> bool:
+        """Where drafting is off steps are all alike, and short: what is learnt of each must not cost a part of it."""
+        self._num_plain = 0 if self._may_ask else self._num_plain + 1
+        return self._num_plain % _PLAIN_STEPS == 0
 
     def _settle(self, controller: Controller, outcomes: Sequence[Outcome]) -> None:
         """Each source's balance of the step."""
