@@ -18,7 +18,6 @@ from paceline.cluster.speculation import Tree, fuse
 from paceline.cluster.types import SOURCE_DRAFT
 from paceline.workers.drafters.base import Drafter, Outcome
 
-
 _PLAIN_STEPS = 8
 """Of so many steps while drafting is off, one is told to the table of step costs."""
 
