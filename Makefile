@@ -11,6 +11,8 @@ PYTHON ?= $(shell for p in python3.11 python3; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; done)
 VENV ?= .venv
 TORCH_VERSION ?= 2.13.0
+# Helm's own engine, for the tests of the chart. It asks for Python 3.12 and works with 3.11 as well.
+HELM_VERSION ?= 0.1.32
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 ARGS ?=
 
@@ -19,7 +21,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --only-binary=:all:
 PACKAGES := cluster workers kernels deploy
 
-.PHONY: help serve stop dev install check test test-all test-gpu types bench models dashboard clean
+.PHONY: help serve stop dev install check test test-all test-gpu types bench peers deploy-files crd-server models dashboard clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +55,18 @@ types: dev ## mypy over the packages under their import names
 
 bench: install ## measure this machine: a card, one ratio table, one JSON line
 	@$(BIN)/paceline bench $(ARGS)
+
+# The one verb that compiles: llama.cpp is built for the processor it is measured on, and vLLM compiles when it starts.
+peers: install ## build the Pythons of other engines for `make bench ARGS="--peer all"`; needs g++
+	@TORCH_INDEX=$(TORCH_INDEX) $(BIN)/python -m paceline.deploy.bench.peers.environments $(ARGS)
+
+deploy-files: dev ## write the chart's schema and deploy/cluster*.yaml again, from the configuration's code
+	$(BIN)/python helm/make_schema.py
+	$(BIN)/paceline cluster-yaml aws --out deploy/cluster.yaml
+	$(BIN)/paceline cluster-yaml onprem --host prefill=10.0.0.11 --host decode+draft=10.0.0.12 --out deploy/cluster-onprem.yaml
+
+crd-server: ## build the server that the slow tests of the chart ask, once, from Debian's packages; also needs etcd
+	tests/deploy/helm/crd_server.sh "$${XDG_CACHE_HOME:-$$HOME/.cache}/paceline/crd-server"
 
 models: install ## train the bundled pair of models again, into deploy/models/bundled
 	$(BIN)/python -m paceline.deploy.models.build --out deploy/models/bundled $(ARGS)
@@ -89,5 +103,6 @@ $(VENV)/.installed: pyproject.toml | $(VENV)/.torch
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/.installed
-	@started=$$SECONDS; $(PIP) --editable '.[dev]'; echo "installed the developer tools in $$((SECONDS - started)) s"
+	@started=$$SECONDS; $(PIP) --editable '.[dev]'; \
+	$(PIP) --no-deps --ignore-requires-python "helm-sdkpy==$(HELM_VERSION)"; echo "installed the developer tools in $$((SECONDS - started)) s"
 	@touch $@

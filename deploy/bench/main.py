@@ -21,6 +21,7 @@ from paceline.cluster.pair import check_pair
 if TYPE_CHECKING:
     from paceline.deploy.bench.http import HttpSuite
     from paceline.deploy.bench.inprocess import DrafterFactory
+    from paceline.deploy.bench.peers.suite import PeerSuite
     from paceline.deploy.bench.suite import Suite
 
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
@@ -131,7 +132,57 @@ def run_http(
         return _measure(HttpSuite(folders, options, settings, say), out, json_path)
 
 
-def _measure(suite: Suite | HttpSuite, out: Console, json_path: Path | None) -> dict[str, Any]:
+def run_peers(
+    asked: Sequence[str],
+    *,
+    target: str = "bundled/target",
+    draft: str = "bundled/draft",
+    scenarios: Sequence[str] | None = None,
+    streams: Sequence[int] = (1, 4, 16),
+    pairs: int = 30,
+    quick: bool = False,
+    threads: int = 0,
+    seed: int = 0,
+    json_path: Path | None = None,
+    out: Console | None = None,
+    err: Console | None = None,
+) -> dict[str, Any]:
+    """The engine in process against other engines in their own Pythons, in alternation.
+
+    Args:
+        asked: `all`, or names of peers, or NAME=PYTHON.
+        scenarios: None takes the tasks that the draft knows, and a random model of 26 M weights on `random`.
+    Raises:
+        ConfigError: likewise, and for a peer that is unknown or was not built.
+    """
+    waiting = _wait_passively()
+    from paceline.deploy.bench.peers import environments
+    from paceline.deploy.bench.peers.suite import PeerSuite
+    from paceline.deploy.bench.report import console
+    from paceline.deploy.bench.suite import Options
+
+    out, err = out or console(), err or Console(stderr=True, highlight=False)
+    peers = environments.find(asked)
+    options = Options(
+        scenarios=tuple(scenarios or ()),
+        streams=tuple(streams),
+        pairs=min(pairs, 3) if quick else pairs,
+        max_tokens=16 if quick else 96,
+        block_s=0.1 if quick else 0.7,
+        samples=0,
+        seed=seed,
+        peers=True,
+        quick=quick,
+        threads=threads,
+        waiting=waiting,
+    )
+    folders = model_folder(target), model_folder(draft)
+    check_pair(*folders)
+    with _quiet_loading(), _speaker(err) as say:
+        return _measure(PeerSuite(folders, options, peers, say), out, json_path)
+
+
+def _measure(suite: Suite | HttpSuite | PeerSuite, out: Console, json_path: Path | None) -> dict[str, Any]:
     """Card, measurements, tables, JSON; what there is of them if the user interrupts."""
     suite.report.show_card(out)
     try:

@@ -11,7 +11,7 @@ from paceline.cluster.types import SOURCE_NAMES, Request
 from paceline.deploy.bench import inprocess, report
 from paceline.deploy.bench.check import Judge
 from paceline.deploy.bench.figures import Block, Count, alternate, rate, ratio, unit_seconds
-from paceline.deploy.bench.peers import Outputs, Peer, Transformers
+from paceline.deploy.bench.peers.here import Outputs, Peer, Transformers
 from paceline.deploy.bench.workload import SCENARIOS, Workload
 
 STEP_NODES = (1, 2, 4, 8, 16, 32)
@@ -72,7 +72,7 @@ class Suite:
         say("measuring memory bandwidth and thread counts")
         self._bandwidth = inprocess.memory_bandwidth()
         self._threads = options.threads or inprocess.best_threads(self._probe)
-        self._weight_bytes = inprocess.weight_bytes(self._target)
+        self._weight_bytes = self._runner.weight_bytes
         self.report = report.Report(self._card(), options.quick, options.pairs, report.versions())
 
     def _probe(self) -> Count:
@@ -86,7 +86,7 @@ class Suite:
         found = "as asked" if self._options.threads else "the fastest of those tried"
         length = f"{self._options.pairs} pairs of about {self._options.block_s:g} s a block"
         return {
-            "target": f"{self._runner.version}  {self._weight_bytes / 1e6:.1f} MB as float32",
+            "target": f"{self._runner.version}  {self._weight_bytes / 1e6:.1f} MB for a step; {self._runner.path}",
             "draft": f"{draft_bytes / 1e6:.1f} MB as float32",
             "machine": f"{report.cpu_name()}, {cores} cores; memory {self._bandwidth / 1e9:.1f} GB/s (copy)",
             "threads": f"{self._threads}, {found}; {self._options.waiting}",
@@ -166,6 +166,7 @@ class Suite:
         for nodes, taken in counts.items():
             figures[f"step.t{nodes}"] = unit_seconds(taken).times(1e6)
         figures["step.t8_t1"] = ratio(counts["1"], counts["8"])
+        figures["step.t16_t1"] = ratio(counts["1"], counts["16"])
         floor_s = self._weight_bytes / self._bandwidth
         figures["step.floor"] = figures["step.t1"].times(1e-6 / floor_s)
 
