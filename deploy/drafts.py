@@ -165,8 +165,12 @@ def status(context: typer.Context, as_json: AsJson = False) -> None:
     if canary is not None:
         share = f"{canary['share']:.0%} of {canary['tag'] or 'everything'}"
         _say(
-            f"canary: {canary['version']}, {share}, {canary['num_requests']} of {canary['min_requests']} requests, "
-            f"saves {_interval(canary['saving'])}"
+            f"canary: {canary['version']}, {share}, {canary['num_drafted']} of {canary['min_requests']} drafted requests, "
+            + (
+                f"weak evidence: drafts were tried in {canary['num_drafted']} of {canary['num_requests']}"
+                if canary["is_weak"]
+                else f"saves {_interval(canary['saving'])}"
+            )
         )
     for route in found["routes"]:
         _say(f"{route['tag']}: {route['version']}")

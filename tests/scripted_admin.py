@@ -18,6 +18,7 @@ from paceline.cluster.learning.config import LearningConfig
 from paceline.cluster.learning.drift import Drift
 from paceline.cluster.learning.figures import Figures
 from paceline.cluster.learning.guard import Guard
+from paceline.cluster.learning.keeper import Keeper
 from paceline.cluster.learning.loop import LearningLoop
 from paceline.cluster.learning.views import (
     Action,
@@ -42,6 +43,7 @@ class ScriptedLoop(LearningLoop):
 
     def __init__(self, config: LearningConfig, registry: Registry) -> None:
         self.registry = registry
+        self.keeper = Keeper(registry)
         self.figures = Figures()
         self.guard = Guard(config.guard, max_streams=8)
         self.drift = Drift()

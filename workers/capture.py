@@ -1,8 +1,9 @@
 """Logits of accepted paths of consenting streams -> records of requests -> shards, without making a step wait.
 
-The engine thread copies the target's raw rows, one for each emitted token, into a ring. A thread of its own takes the
-largest logits of each, puts the rows of a stream together when it has ended, and writes shards. What does not fit is
-dropped and counted, the newest first, and always a whole request: a record with a hole is of no use.
+The engine thread takes the largest logits of the target's raw rows, one row for each emitted token: they are still in
+its cache, and a copy for somebody else would take as long. A thread of its own puts the rows of a stream together, and
+writes shards. What does not fit is dropped and counted, the newest first, and always a whole request: a record with a
+hole is of no use.
 
 The index rule. Node 0 of a step's tree is the pending token; the logits at a node are the distribution of the token
 behind it. So row j of a chain is the distribution of drafted token j (from 0) given the prefix and drafted[0..j-1], and
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 import structlog
+import torch
 from torch import Tensor
 
 from paceline.cluster.errors import StorageError
@@ -41,13 +43,12 @@ from paceline.cluster.metrics import Metrics
 from paceline.cluster.scheduler import Stream
 from paceline.cluster.types import Request
 from paceline.kernels.top_logits import top_logits
+from paceline.workers.raw_logits import RawLogits
 
 log = structlog.get_logger(__name__)
 
 _NAP_S = 0.1
-"""The thread looks for rows so often; a ring that is half full wakes it."""
-_BATCH_ROWS = 64
-"""Rows of one call without Python's lock; then their room in the ring is free."""
+"""The thread looks for rows so often; a queue that is half full wakes it."""
 _FIRST_RETRY_S = 1.0
 _LONGEST_RETRY_S = 60.0
 
@@ -82,9 +83,15 @@ class _End:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows that were copied in one step, as many of each stream as stand there."""
+    """What was taken in one step, as many rows of each stream as stand there."""
 
     counts: list[tuple[_Open, int]]
+    ids: npt.NDArray[np.int32]
+    """[rows, m]"""
+    log_probs: npt.NDArray[np.float16]
+    """[rows, m]"""
+    log_sums: npt.NDArray[np.float32]
+    """[rows]"""
 
 
 class Recorder:
@@ -100,7 +107,7 @@ class Recorder:
         metrics: Metrics,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Half of `queue_mb` is for raw rows, half for what was taken of them.
+        """Half of `queue_mb` is for what was taken in the last steps, half for what was put together of it.
 
         Raises:
             ConfigError: `redact` names no function.
@@ -110,24 +117,25 @@ class Recorder:
         self._target_version = target_version
         self._clock = clock
         self._metrics = metrics
+        self._seconds = {where: metrics.capture_seconds.labels(where) for where in ("step", "thread")}
         self._redact: Redactor | None = load_redactor(config.redact)
         self._limit = config.queue_mb << 19
-        self._ring = np.zeros((max(1, self._limit // (4 * vocab_size)), vocab_size), np.float32)
-        self._ring.fill(0)  # its pages exist before the first step needs them
+        self._vocab_size = vocab_size
+        self._row_bytes = ROW_BYTES * min(config.top, vocab_size) + 4
         # The engine thread's:
         self._open: dict[str, _Open] = {}
-        self._nodes: list[int] = []
-        """Rows of this step's logits that are wanted."""
-        self._counts: list[tuple[_Open, int]] = []
-        self._ended: list[_End] = []
+        self._noted: list[tuple[Stream, int, Sequence[int], int, str]] = []
+        """What `note` was told in this step: all of it is worked off at once, in `take`."""
+        self._ended: list[Stream] = []
         """Streams that end with this step: behind its rows."""
-        self._head = 0
-        """Rows ever copied."""
+        self._num_taken = 0
+        """Rows, ever."""
         self._step_s = 0.0
         # The other thread's:
-        self._tail = 0
-        """Rows ever taken out; also read by the engine thread."""
+        self._num_sorted = 0
+        """Rows, ever; also read by the engine thread."""
         self._num_bytes = 0
+        """Of pieces and of what is finished."""
         self._finished: list[CapturedRequest] = []
         self._oldest = 0.0
         """Monotonic seconds when the first of `_finished` ended."""
@@ -171,43 +179,52 @@ class Recorder:
             at: row of the step's logits that belongs to node 0 of its tree.
             path: accepted nodes; more than `num` tokens where the text ended before them.
         """
-        opened = self._open.get(stream.key)
-        if opened is None:
-            before = stream.num_tokens - num
-            opened = _Open(self._clock(), before, before - stream.num_prompt)
-            self._open[stream.key] = opened
-        opened.num_emitted += num
-        opened.num_steps += 1
-        opened.draft_version = draft_version or opened.draft_version
-        if not opened.lost and self._is_off:
-            opened.lost = "storage"
-        if not opened.lost and self._head + len(self._nodes) + num - self._tail > len(self._ring):
-            opened.lost = "full"
-        if not opened.lost:
-            self._nodes += [at, *(at + node for node in path)][:num]
-            self._counts.append((opened, num))
+        self._noted.append((stream, at, path, num, draft_version))
 
-    def take(self, logits_RV: Tensor) -> None:
-        """Copy what was noted of a step's raw logits: before bias, penalties, temperature and filters."""
-        num = len(self._nodes)
-        if num:
-            began = time.perf_counter()
-            rows = logits_RV.numpy()
-            start = self._head % len(self._ring)
-            first = min(num, len(self._ring) - start)
-            # clip: numpy would copy once more to be able to take back what it wrote.
-            rows.take(self._nodes[:first], axis=0, out=self._ring[start : start + first], mode="clip")
-            if first < num:
-                rows.take(self._nodes[first:], axis=0, out=self._ring[: num - first], mode="clip")
-            self._jobs.append(_Rows(self._counts))
-            self._nodes, self._counts = [], []
-            self._head += num
-            if 2 * (self._head - self._tail) > len(self._ring):
+    def take(self, logits: RawLogits) -> None:
+        """Take what was noted from a step's raw logits, [R, V]: before bias, penalties, temperature and filters."""
+        if not self._noted:
+            return
+        began = time.perf_counter()
+        nodes, counts = self._wanted()
+        if nodes:
+            if not isinstance(logits, Tensor):  # on several ranks: only what was noted comes here
+                logits, nodes = logits[nodes].gather(), list(range(len(nodes)))
+            ids, log_probs, log_sums = top_logits(logits.numpy(), self._config.top, rows=nodes)
+            halves = (
+                torch.from_numpy(log_probs).clamp_(min=-60000).half()
+            )  # numpy's own way takes ten times as long
+            self._jobs.append(_Rows(counts, ids, halves.numpy(), log_sums))
+            self._num_taken += len(nodes)
+            if 2 * self._row_bytes * (self._num_taken - self._num_sorted) > self._limit:
                 self._wake.set()
-            self._step_s += time.perf_counter() - began
-        if self._ended:
-            self._jobs.extend(self._ended)
-            self._ended = []
+        for stream in self._ended:
+            self._end(stream)
+        self._ended = []
+        self._step_s += time.perf_counter() - began
+
+    def _wanted(self) -> tuple[list[int], list[tuple[_Open, int]]]:
+        """Rows of this step's logits to take from, and whose they are."""
+        nodes: list[int] = []
+        counts: list[tuple[_Open, int]] = []
+        room = self._limit // self._row_bytes - (self._num_taken - self._num_sorted)
+        for stream, at, path, num, draft_version in self._noted:
+            opened = self._open.get(stream.key)
+            if opened is None:
+                before = stream.num_tokens - num
+                opened = self._open[stream.key] = _Open(self._clock(), before, before - stream.num_prompt)
+            opened.num_emitted += num
+            opened.num_steps += 1
+            opened.draft_version = draft_version or opened.draft_version
+            if not opened.lost and (self._is_off or len(nodes) + num > room):
+                opened.lost = "storage" if self._is_off else "full"
+            if not opened.lost:
+                nodes.append(at)
+                for node in path[: num - 1]:
+                    nodes.append(at + node)
+                counts.append((opened, num))
+        self._noted = []
+        return nodes, counts
 
     def spoil(self, stream: Stream) -> None:
         """Keep nothing of a stream: something was wrong with it."""
@@ -217,20 +234,23 @@ class Recorder:
 
     def close(self, stream: Stream) -> None:
         """A stream ended or was cancelled. Its tokens so far are a record."""
-        opened = self._open.pop(stream.key, None)
-        if opened is None:
-            return
-        end = _End(opened, stream.request, stream.token_ids.copy())
-        if self._nodes:
-            self._ended.append(end)
+        if self._noted:
+            self._ended.append(stream)
         else:
-            self._jobs.append(end)
+            self._end(stream)
+
+    def _end(self, stream: Stream) -> None:
+        opened = self._open.pop(stream.key, None)
+        if opened is not None:
+            self._jobs.append(_End(opened, stream.request, stream.token_ids.copy()))
 
     # -- life --------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to work off what is copied."""
-        top_logits(self._ring[:1], self._config.top)  # compiled now, not in the first step's shadow
+        """Begin to work off what is taken."""
+        top_logits(
+            np.zeros((1, self._vocab_size), np.float32), self._config.top, rows=[0]
+        )  # compiled now, not later
         self._thread.start()
 
     def stop(self, limit_s: float = 5.0) -> None:
@@ -242,8 +262,8 @@ class Recorder:
 
     @property
     def is_idle(self) -> bool:
-        """All that was copied is on storage."""
-        return not self._jobs and not self._num_bytes and self._head == self._tail
+        """All that was taken is on storage."""
+        return not self._jobs and not self._num_bytes and self._num_taken == self._num_sorted
 
     @property
     def is_off(self) -> bool:
@@ -274,45 +294,26 @@ class Recorder:
         """Work off what is there; write if it is time. Its thread calls this, and tests that start none."""
         began = time.thread_time()
         jobs = [self._jobs.popleft() for _ in range(len(self._jobs))]
-        self._sort_rows([job for job in jobs if isinstance(job, _Rows)])
         for job in jobs:
-            if isinstance(job, _End):
+            if isinstance(job, _Rows):
+                self._sort(job)
+            else:
                 self._finish(job)
         is_due = time.monotonic() - self._oldest >= self._config.flush_s - 2 * _NAP_S
         is_much = 4 * sum(record.num_bytes for record in self._finished) > self._limit
         if self._finished and (flush or is_due or is_much):
             self._write()
-        self._metrics.capture_seconds.labels("thread").inc(time.thread_time() - began)
+        self._seconds["thread"].inc(time.thread_time() - began)
         self._publish()
 
-    def _sort_rows(self, jobs: Sequence[_Rows]) -> None:
-        """The rows of these steps, in the order in which they were copied -> each stream's."""
-        owners = [opened for job in jobs for opened, num in job.counts for _ in range(num)]
-        top = min(self._config.top, self._ring.shape[1])
-        for start in range(0, len(owners), _BATCH_ROWS):
-            batch = owners[start : start + _BATCH_ROWS]
-            ids, log_probs, log_sums = self._top(len(batch), top)
-            halves = np.maximum(log_probs, -60000).astype(np.float16)
-            mine: dict[_Open, list[int]] = {}
-            for row, opened in enumerate(batch):
-                mine.setdefault(opened, []).append(row)
-            for opened, rows in mine.items():
-                self._add(opened, ids[rows], halves[rows], log_sums[rows])
-
-    def _top(
-        self, num: int, top: int
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """The oldest `num` rows of the ring; their room is free afterwards."""
-        start = self._tail % len(self._ring)
-        first = min(num, len(self._ring) - start)
-        parts = [top_logits(self._ring[start : start + first], top)]
-        if first < num:
-            parts.append(top_logits(self._ring[: num - first], top))
-        self._tail += num
-        if len(parts) == 1:
-            return parts[0]
-        ids, log_probs, log_sums = (np.concatenate(pair) for pair in zip(*parts, strict=True))
-        return ids, log_probs, log_sums
+    def _sort(self, job: _Rows) -> None:
+        """A step's rows -> each stream's own: copies, or one long stream would hold what was taken for all others."""
+        start = 0
+        for opened, num in job.counts:
+            mine = slice(start, start + num)
+            self._add(opened, job.ids[mine].copy(), job.log_probs[mine].copy(), job.log_sums[mine].copy())
+            start += num
+        self._num_sorted += start
 
     def _add(
         self,
@@ -321,7 +322,7 @@ class Recorder:
         log_probs: npt.NDArray[np.float16],
         log_sums: npt.NDArray[np.float32],
     ) -> None:
-        num_bytes = ids.shape[0] * (ROW_BYTES * ids.shape[1] + 4)
+        num_bytes = len(ids) * self._row_bytes
         if not opened.lost and self._num_bytes + num_bytes > self._limit:
             opened.lost = "full"
         if opened.lost:
@@ -424,8 +425,7 @@ class Recorder:
     def _publish(self) -> None:
         self._metrics.capture_off.set(self._is_off)
         self._metrics.capture_held_bytes.set(self._num_bytes)
-        step_s = (
-            self._step_s
-        )  # the engine thread adds up: a counter's lock costs as much as all it does for a token
-        self._metrics.capture_seconds.labels("step").inc(step_s - self._published_s)
+        # The engine thread adds up by itself: a counter's lock costs as much as all it does for a token.
+        step_s = self._step_s
+        self._seconds["step"].inc(step_s - self._published_s)
         self._published_s = step_s

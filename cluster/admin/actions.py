@@ -1,4 +1,4 @@
-"""an operator's action -> the learning loop, once, and a row of the audit trail, whatever came of it."""
+"""An operator's action -> the learning loop, once, and a row of the audit trail, whatever came of it."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Path, Query, Request
 
-from paceline.cluster.admin import answers
+from paceline.cluster.admin import answers, archive_answers, desk_answers
 from paceline.cluster.admin.actions import Actions
 from paceline.cluster.admin.archive import Archive, audit_row, place
 from paceline.cluster.admin.audit import Audit
@@ -27,9 +27,9 @@ Cursor = Annotated[str, Query(max_length=40, description="`next` of the page bef
 Limit = Annotated[int, Query(ge=1, le=500)]
 Id = Annotated[str, Path(max_length=128)]
 _EMPTY: answers.Page[Any] = answers.Page(items=[], total=0, next=None)
-_NO_LEDGER = answers.Ledger(
+_NO_LEDGER = archive_answers.Ledger(
     runs=[],
-    total=answers.LedgerTotal(predicted_s=0.0, realised_s=0.0, spent_s=0.0, net_s=0.0, num_runs=0),
+    total=archive_answers.LedgerTotal(predicted_s=0.0, realised_s=0.0, spent_s=0.0, net_s=0.0, num_runs=0),
     decisions=[],
     next=None,
 )
@@ -67,23 +67,23 @@ def _state_routes(router: APIRouter, desk: Desk, holdings: Holdings) -> None:
     """What is now."""
 
     @router.get("/overview", tags=["state"], responses=refusals(422))
-    async def overview() -> answers.Overview:
+    async def overview() -> desk_answers.Overview:
         """What is served, what the loop does and why, and what an operator should know."""
         with desk.one_view():
             return desk.overview()
 
     @router.get("/workers", tags=["state"], responses=refusals(422))
-    async def workers() -> list[answers.Worker]:
+    async def workers() -> list[desk_answers.Worker]:
         """Every process of the cluster, with its use of KV blocks."""
         return desk.workers()
 
     @router.get("/drift", tags=["state"], responses=refusals(422))
-    async def drift() -> list[answers.DriftDomain]:
+    async def drift() -> list[desk_answers.DriftDomain]:
         """By domain: whether acceptance has fallen."""
         return desk.drift()
 
     @router.get("/guard", tags=["state"], responses=refusals(422))
-    async def guard() -> answers.Guard:
+    async def guard() -> desk_answers.Guard:
         """How much the trainer may take, and why."""
         return desk.guard()
 
@@ -92,7 +92,7 @@ def _state_routes(router: APIRouter, desk: Desk, holdings: Holdings) -> None:
         window_s: Annotated[float, Query(ge=10, le=90 * 86400)] = 3600.0,
         version: Annotated[str | None, Query(max_length=128)] = None,
         domain: Annotated[str | None, Query(max_length=128)] = None,
-    ) -> answers.Figures:
+    ) -> desk_answers.Figures:
         """Counts over time by version and domain, by depth, and what happened meanwhile."""
         found, memory_from = desk.figures(window_s, version, domain)
         registry = desk.registry
@@ -124,7 +124,7 @@ def _archive_routes(router: APIRouter, desk: Desk) -> None:
         q: Text = "",
         cursor: Cursor = "",
         limit: Limit = 50,
-    ) -> answers.Page[answers.Version]:
+    ) -> answers.Page[archive_answers.Version]:
         """Drafts, newest first."""
         place(cursor)
         return await _asked(
@@ -134,17 +134,17 @@ def _archive_routes(router: APIRouter, desk: Desk) -> None:
         )
 
     @router.get("/versions/{version}", tags=["versions"], responses=refusals(404, 422, 503))
-    async def version(version: Id) -> answers.VersionDetail:
+    async def version(version: Id) -> archive_answers.VersionDetail:
         """All about one draft: what it was trained on, what the gate said, its life."""
         return await _needed(desk, lambda archive: archive.version(version))
 
     @router.get("/lineage", tags=["versions"], responses=refusals(422, 503))
-    async def lineage() -> answers.Lineage:
+    async def lineage() -> archive_answers.Lineage:
         """Which version was trained from which."""
-        return await _asked(desk, lambda archive: archive.lineage(), answers.Lineage(nodes=[]))
+        return await _asked(desk, lambda archive: archive.lineage(), archive_answers.Lineage(nodes=[]))
 
     @router.get("/reports/{version}", tags=["versions"], responses=refusals(404, 422, 503))
-    async def report(version: Id) -> answers.GateReport:
+    async def report(version: Id) -> archive_answers.GateReport:
         """What the gate said of a candidate, with intervals and domains."""
         return await _needed(desk, lambda archive: archive.report(version))
 
@@ -161,12 +161,12 @@ def _archive_routes(router: APIRouter, desk: Desk) -> None:
         )
 
     @router.get("/runs/{run_id}", tags=["runs"], responses=refusals(404, 422, 503))
-    async def run(run_id: Id) -> answers.RunDetail:
+    async def run(run_id: Id) -> archive_answers.RunDetail:
         """All about one run, with its loss."""
         return await _needed(desk, lambda archive: archive.run(run_id))
 
     @router.get("/ledger", tags=["runs"], responses=refusals(422, 503))
-    async def ledger(cursor: Cursor = "", limit: Limit = 50) -> answers.Ledger:
+    async def ledger(cursor: Cursor = "", limit: Limit = 50) -> archive_answers.Ledger:
         """What runs promised, brought and cost in seconds, and what was not done because it would not pay."""
         place(cursor)
         return await _asked(desk, lambda archive: archive.ledger(cursor=cursor, limit=limit), _NO_LEDGER)
@@ -182,7 +182,7 @@ def _audit_routes(router: APIRouter, desk: Desk, audit: Audit) -> None:
         until: Annotated[float | None, Query(ge=0, le=1e11)] = None,
         cursor: Cursor = "",
         limit: Limit = 50,
-    ) -> answers.Page[answers.AuditRow]:
+    ) -> answers.Page[archive_answers.AuditRow]:
         """Who did what and when, also what was refused; newest first."""
         place(cursor)
         await audit.flush()
@@ -199,7 +199,7 @@ def _audit_routes(router: APIRouter, desk: Desk, audit: Audit) -> None:
 
 def _in_memory(
     audit: Audit, who: str, action: str, q: str, since: float, until: float | None, limit: int
-) -> answers.Page[answers.AuditRow]:
+) -> answers.Page[archive_answers.AuditRow]:
     """Without learning there is no registry: the rows since Control started, the latest ones of them."""
     waiting = audit.waiting
     rows = [

@@ -1,4 +1,4 @@
-"""the registry's records -> the values that the admin API answers with: versions, runs, gates, ledger, audit.
+"""The registry's records -> the values that the admin API answers with: versions, runs, gates, ledger, audit.
 
 All methods ask the registry and block: they are called from threads.
 """
@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from paceline.cluster.admin import answers
+from paceline.cluster.admin import answers, archive_answers
 from paceline.cluster.admin.problems import AdminError
 from paceline.cluster.registry import records
 from paceline.cluster.registry.registry import Registry
@@ -64,12 +64,12 @@ class Archive:
 
     def versions(
         self, *, states: Sequence[answers.VersionState], tag: str | None, query: str, cursor: str, limit: int
-    ) -> answers.Page[answers.Version]:
+    ) -> answers.Page[archive_answers.Version]:
         """Newest first."""
         page = self._registry.versions(states=states, tag=tag, query=query, cursor=place(cursor), limit=limit)
-        return _page(page, lambda v: answers.Version(**self._version(v, self._gate(v.version))))
+        return _page(page, lambda v: archive_answers.Version(**self._version(v, self._gate(v.version))))
 
-    def version(self, name: str) -> answers.VersionDetail:
+    def version(self, name: str) -> archive_answers.VersionDetail:
         """All about one.
 
         Raises:
@@ -83,7 +83,7 @@ class Archive:
         runs = [] if not version.run_id else [self._registry.run(version.run_id)]
         sizes = next((run.report for run in runs if run is not None), {})
         events = reversed(self._registry.events(version=name, limit=ALL).items)
-        return answers.VersionDetail(
+        return archive_answers.VersionDetail(
             **self._version(version, gate),
             target=version.target,
             url=version.url,
@@ -91,7 +91,9 @@ class Archive:
             num_bytes=int(getattr(version, "num_bytes", 0) or sizes.get("num_bytes", 0)),
             num_parameters=int(getattr(version, "num_parameters", 0) or sizes.get("num_parameters", 0)),
             trained_on=[
-                answers.TrainedOn(tenant=t.tenant, num_requests=t.num_requests, num_tokens=t.num_tokens)
+                archive_answers.TrainedOn(
+                    tenant=t.tenant, num_requests=t.num_requests, num_tokens=t.num_tokens
+                )
                 for t in lineage.tenants
             ],
             num_shards=lineage.num_shards,
@@ -99,13 +101,13 @@ class Archive:
             data_to=lineage.data_to,
             report=None if gate is None else report_of(gate),
             history=[
-                answers.HistoryEntry(at=e.time, state=_STATES[e.event], who=e.actor, reason=e.reason)
+                archive_answers.HistoryEntry(at=e.time, state=_STATES[e.event], who=e.actor, reason=e.reason)
                 for e in events
                 if e.event in _STATES
             ],
         )
 
-    def lineage(self) -> answers.Lineage:
+    def lineage(self) -> archive_answers.Lineage:
         """All versions, oldest first."""
         savings = {gate.candidate: gate.report for gate in reversed(self._registry.gates(limit=ALL).items)}
         nodes = []
@@ -113,7 +115,7 @@ class Archive:
             served = self._served.get(version.version, {})
             saving = savings.get(version.version, {}).get("saving")
             nodes.append(
-                answers.LineageNode(
+                archive_answers.LineageNode(
                     version=version.version,
                     parent=version.base,
                     state=version.state,
@@ -125,9 +127,9 @@ class Archive:
                     pinned=version.pinned,
                 )
             )
-        return answers.Lineage(nodes=nodes)
+        return archive_answers.Lineage(nodes=nodes)
 
-    def report(self, version: str) -> answers.GateReport:
+    def report(self, version: str) -> archive_answers.GateReport:
         """What the gate said of a candidate last.
 
         Raises:
@@ -160,7 +162,7 @@ class Archive:
             "canary_share": self._canary_share.get(version.version, 0.0),
             "gate": None
             if report is None
-            else answers.GateSummary(passed=report.passed, saving=report.saving),
+            else archive_answers.GateSummary(passed=report.passed, saving=report.saving),
             "acceptance": finite(served.get("acceptance")),
             "tokens_per_step": finite(served.get("tokens_per_step")),
             "num_requests": int(served.get("requests", 0)),
@@ -177,7 +179,7 @@ class Archive:
         page = self._registry.runs(states=wanted, cursor=place(cursor), limit=limit)
         return _page(page, lambda run: answers.RunSummary(**_run(run)))
 
-    def run(self, run_id: str) -> answers.RunDetail:
+    def run(self, run_id: str) -> archive_answers.RunDetail:
         """All about one.
 
         Raises:
@@ -187,7 +189,7 @@ class Archive:
         if run is None:
             raise no_such("run", run_id)
         rows = self._registry.ledger(decisions=("train",), run_id=run_id).items
-        return answers.RunDetail(
+        return archive_answers.RunDetail(
             **_run(run),
             loss_curve=curve(run.loss),
             settings=run.settings,
@@ -196,14 +198,14 @@ class Archive:
 
     # -- ledger ------------------------------------------------------------------------------------------
 
-    def ledger(self, *, cursor: str, limit: int) -> answers.Ledger:
+    def ledger(self, *, cursor: str, limit: int) -> archive_answers.Ledger:
         """What runs promised, brought and cost, and what was not done."""
         page = self._registry.ledger(decisions=("train",), cursor=place(cursor), limit=limit)
         skipped = self._registry.ledger(decisions=_SKIPS, limit=50).items
         predicted, realised, spent, num = self._registry.ledger_totals()
-        return answers.Ledger(
+        return archive_answers.Ledger(
             runs=[self._ledger_row(row) for row in page.items],
-            total=answers.LedgerTotal(
+            total=archive_answers.LedgerTotal(
                 predicted_s=predicted,
                 realised_s=realised,
                 spent_s=spent,
@@ -214,10 +216,10 @@ class Archive:
             next=None if page.next is None else str(page.next),
         )
 
-    def _ledger_row(self, row: records.LedgerEntry) -> answers.LedgerRow:
+    def _ledger_row(self, row: records.LedgerEntry) -> archive_answers.LedgerRow:
         version = self._registry.version(row.version) if row.version else None
         newer = self._earned.get(row.run_id, {})
-        return answers.LedgerRow(
+        return archive_answers.LedgerRow(
             run_id=row.run_id,
             version=row.version,
             tag=row.tag,
@@ -230,7 +232,7 @@ class Archive:
 
     # -- audit and deletions -----------------------------------------------------------------------------
 
-    def audit(self, *, cursor: str, **filters: Any) -> answers.Page[answers.AuditRow]:
+    def audit(self, *, cursor: str, **filters: Any) -> answers.Page[archive_answers.AuditRow]:
         """Newest first."""
         return _page(self._registry.audit(cursor=place(cursor), **filters), audit_row)
 
@@ -283,11 +285,11 @@ def interval(value: Any) -> answers.Interval:
     return answers.Interval(mean=mean, lo=mean if lo is None else lo, hi=mean if hi is None else hi)
 
 
-def report_of(gate: records.GateRecord) -> answers.GateReport:
+def report_of(gate: records.GateRecord) -> archive_answers.GateReport:
     """The gate's report, whose further figures stay in the registry."""
     report = gate.report
     domains = [
-        answers.GateDomain(
+        archive_answers.GateDomain(
             domain=str(domain.get("domain", "")),
             num_requests=int(domain.get("num_requests", 0)),
             saving=interval(domain.get("saving")),
@@ -295,7 +297,7 @@ def report_of(gate: records.GateRecord) -> answers.GateReport:
         )
         for domain in report.get("domains", [])
     ]
-    return answers.GateReport(
+    return archive_answers.GateReport(
         version=gate.candidate,
         champion=gate.champion,
         at=gate.created,
@@ -316,13 +318,13 @@ def report_of(gate: records.GateRecord) -> answers.GateReport:
     )
 
 
-def curve(loss: Iterable[Sequence[Any]]) -> list[answers.LossPoint]:
+def curve(loss: Iterable[Sequence[Any]]) -> list[archive_answers.LossPoint]:
     """(step, loss) and perhaps acceptance, oldest first, thinned evenly with its last point kept."""
     points = [point for point in loss if finite(point[1]) is not None]
     every = max(1, math.ceil(len(points) / _MAX_CURVE))
     kept = points[::-1][::every][::-1]
     return [
-        answers.LossPoint(
+        archive_answers.LossPoint(
             step=int(point[0]),
             loss=float(point[1]),
             acceptance=finite(point[2]) if len(point) > 2 else None,
@@ -331,11 +333,11 @@ def curve(loss: Iterable[Sequence[Any]]) -> list[answers.LossPoint]:
     ]
 
 
-def audit_row(row: records.AuditRow) -> answers.AuditRow:
+def audit_row(row: records.AuditRow) -> archive_answers.AuditRow:
     """With its outcome and its detail in one line of words."""
     words = [row.outcome] if row.outcome != "done" else []
     words += [f"{name}={value}" for name, value in row.detail.items()]
-    return answers.AuditRow(
+    return archive_answers.AuditRow(
         id=row.id,
         at=row.time,
         who=row.actor,
@@ -374,8 +376,8 @@ def _run(run: records.Run) -> dict[str, Any]:
     }
 
 
-def _decision(row: records.LedgerEntry) -> answers.LedgerDecision:
-    return answers.LedgerDecision(
+def _decision(row: records.LedgerEntry) -> archive_answers.LedgerDecision:
+    return archive_answers.LedgerDecision(
         at=row.decided_at,
         what="do_not_train" if row.decision == "skip" else "do_not_speculate",
         tag=row.tag,

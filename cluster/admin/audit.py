@@ -1,4 +1,4 @@
-"""who did or tried what -> rows of the registry and lines of the log, also while the registry cannot be reached."""
+"""Who did or tried what -> rows of the registry and lines of the log, also while the registry cannot be reached."""
 
 from __future__ import annotations
 

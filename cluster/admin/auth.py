@@ -1,4 +1,4 @@
-"""headers of a request to Control -> who sent it, or why it goes no further; all answers -> the same with strict headers.
+"""Headers of a request to Control -> who sent it, or why it goes no further; all answers -> the same with strict headers.
 
 Two ways in: `Authorization: Bearer KEY` for programs, and a session's cookie for browsers. A browser sends cookies by
 itself, whichever page asked it to: so what changes something needs the session's token in a header and a page of ours

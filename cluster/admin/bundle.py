@@ -1,4 +1,4 @@
-"""the built dashboard -> files under /admin/: hashed ones for ever, the page itself asked for anew each time."""
+"""The built dashboard -> files under /admin/: hashed ones for ever, the page itself asked for anew each time."""
 
 from __future__ import annotations
 

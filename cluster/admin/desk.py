@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-from paceline.cluster.admin import answers
+from paceline.cluster.admin import answers, desk_answers
 from paceline.cluster.admin.archive import Archive, finite, interval
 from paceline.cluster.admin.problems import AdminError
 from paceline.cluster.config import ClusterConfig
@@ -75,13 +75,17 @@ class Desk:
         view, registry = self.view(), self.registry
         if view is None or registry is None:
             return None
-        share = self.config.learning.rollout.canary_share
+        share = self.needed_loop().learning.rollout.canary_share
         return Archive(
             registry,
             view.figures.get("versions", {}),
             {row["run_id"]: row for row in view.ledger.get("runs", [])},
             {lane.candidate: share for lane in view.lanes if lane.stage == "canary"},
         )
+
+    def writes(self) -> tuple[int, int]:
+        """What the loop asked the registry to keep so far, and how many of the first of these writes are done."""
+        return (0, 0) if self.loop is None else (self.loop.keeper.num_put, self.loop.keeper.num_written)
 
     def view(self) -> View | None:
         return self._held if self._held is not None or self.loop is None else self.loop.view()
@@ -97,7 +101,7 @@ class Desk:
 
     # -- overview ----------------------------------------------------------------------------------------
 
-    def overview(self) -> answers.Overview:
+    def overview(self) -> desk_answers.Overview:
         """The first page."""
         view, now = self.view(), time.time()
         workers = self._control.workers()
@@ -107,23 +111,22 @@ class Desk:
         figures, readings = view.figures, {r.name: r.now for r in self.guard().readings}
         minute, hour = figures.get("last_minute", {}), figures.get("last_hour", {})
         runs = [run for run in view.runs if run.state not in _ENDED]
-        return answers.Overview(
+        return desk_answers.Overview(
             at=now,
             model=self.config.model.name,
             learning=_learning(view),
             live=_live(view),
             canary=self._canary(view),
             routes=[
-                answers.Route(tag=lane.tag, version=lane.live)
+                desk_answers.Route(tag=lane.tag, version=lane.live)
                 for lane in view.lanes
                 if lane.tag and lane.has_own
             ],
-            acceptance=_recent(minute, hour, "acceptance", view),
-            tokens_per_step=_recent(minute, hour, "tokens_per_step", view),
-            tokens_per_s=answers.Recent(
+            acceptance=_recent(minute, hour, "acceptance"),
+            tokens_per_step=_recent(minute, hour, "tokens_per_step"),
+            tokens_per_s=desk_answers.Recent(
                 now=minute.get("tokens", 0) / 60.0,
                 hour=hour.get("tokens", 0) / min(3600.0, max(60.0, now - self._started)),
-                without_learning=None,
             ),
             ttft_p99_ms=readings.get("ttft_p99_ms"),
             inter_token_p99_ms=readings.get("inter_token_p99_ms"),
@@ -135,16 +138,16 @@ class Desk:
             run=_run(runs[0], view) if runs else None,
         )
 
-    def _without_learning(self, now: float, num_streams: int) -> answers.Overview:
-        unknown = answers.Recent(now=None, hour=None, without_learning=None)
+    def _without_learning(self, now: float, num_streams: int) -> desk_answers.Overview:
+        unknown = desk_answers.Recent(now=None, hour=None)
         drafts = [info for info, _ in self._control.workers() if info.role == "draft" and info.version]
         is_on = self.config.speculation.enabled
         num_decode = sum(info.role == "decode" for info, _ in self._control.workers())
-        return answers.Overview(
+        return desk_answers.Overview(
             at=now,
             model=self.config.model.name,
-            learning=answers.Learning(state="off", reason=_OFF, until=None, is_paused=False),
-            live=answers.LiveVersion(
+            learning=desk_answers.Learning(state="off", reason=_OFF, until=None, is_paused=False),
+            live=desk_answers.LiveVersion(
                 version=drafts[0].version, since=self._started, by="configuration", pinned=False
             )
             if drafts
@@ -157,7 +160,7 @@ class Desk:
             ttft_p99_ms=None,
             inter_token_p99_ms=None,
             num_streams=num_streams,
-            speculation=answers.Speculation(
+            speculation=desk_answers.Speculation(
                 on=is_on,
                 reason=f"speculation.enabled={str(is_on).lower()}",
                 num_on=num_decode if is_on else 0,
@@ -169,29 +172,30 @@ class Desk:
             run=None,
         )
 
-    def _canary(self, view: View) -> answers.Canary | None:
+    def _canary(self, view: View) -> desk_answers.Canary | None:
         lane = next((lane for lane in view.lanes if lane.stage == "canary"), None)
         if lane is None:
             return None
-        test = lane.test or {}
-        rollout = self.config.learning.rollout
+        test, rollout = lane.test or {}, self.needed_loop().learning.rollout
         has_saving = isinstance(test.get("saving"), dict)
-        return answers.Canary(
+        return desk_answers.Canary(
             version=lane.candidate,
             tag=lane.tag,
             share=rollout.canary_share,
             since=lane.since,
             num_requests=int(test.get("num_requests", 0)),
-            min_requests=int(test.get("min_requests", rollout.canary_min_requests)),
+            num_drafted=int(test.get("num_drafted", 0)),
+            min_requests=rollout.canary_min_requests,
+            is_weak=bool(test.get("is_weak", True)),
             saving=interval(test["saving"]) if has_saving else None,
         )
 
-    def _triggers(self, view: View) -> list[answers.Trigger]:
+    def _triggers(self, view: View) -> list[desk_answers.Trigger]:
         found = [
-            answers.Trigger(
+            desk_answers.Trigger(
                 name="new_requests",
                 label="New requests captured",
-                fires_at=self.config.learning.train.min_requests,
+                fires_at=self.needed_loop().learning.train.min_requests,
                 now=view.status.new_requests,
                 unit="requests",
                 direction="above",
@@ -201,7 +205,7 @@ class Desk:
         for entry in view.drift:
             if entry["page_hinkley_threshold"] > 0:
                 found.append(
-                    answers.Trigger(
+                    desk_answers.Trigger(
                         name=f"drift:{entry['domain']}",
                         label="Drift" + (f" in {entry['domain']}" if entry["domain"] else ""),
                         fires_at=entry["page_hinkley_threshold"],
@@ -215,14 +219,14 @@ class Desk:
 
     # -- workers -----------------------------------------------------------------------------------------
 
-    def workers(self) -> list[answers.Worker]:
+    def workers(self) -> list[desk_answers.Worker]:
         """All processes, by role and id."""
         view, now = self.view(), time.time()
         drafts = {} if view is None else {str(entry["worker_id"]): entry for entry in view.workers}
         trainer = {} if view is None or view.trainer is None else view.trainer
         revision = 0 if view is None else view.status.revision
         return [
-            answers.Worker(
+            desk_answers.Worker(
                 id=info.worker_id,
                 role=info.role,
                 state=info.state,
@@ -242,26 +246,26 @@ class Desk:
 
     # -- drift and guard ---------------------------------------------------------------------------------
 
-    def drift(self) -> list[answers.DriftDomain]:
+    def drift(self) -> list[desk_answers.DriftDomain]:
         """By domain, most requests first."""
         view = self.view()
-        fields = answers.DriftDomain.model_fields
+        fields = desk_answers.DriftDomain.model_fields
         return [
-            answers.DriftDomain.model_validate(
+            desk_answers.DriftDomain.model_validate(
                 {"action": "", **{name: entry[name] for name in fields if name in entry}}
             )
             for entry in ([] if view is None else view.drift)
         ]
 
-    def guard(self) -> answers.Guard:
+    def guard(self) -> desk_answers.Guard:
         """The guard and its readings."""
         view = self.view()
         given: Mapping[str, Any] = {} if view is None else view.guard
-        return answers.Guard(
+        return desk_answers.Guard(
             now=_guard_now(given),
-            readings=[answers.GuardReading(**reading) for reading in given.get("readings", [])],
+            readings=[desk_answers.GuardReading(**reading) for reading in given.get("readings", [])],
             history=[
-                answers.GuardChange(from_=c["from"], to=c["to"], at=c["at"], reason=c["reason"])
+                desk_answers.GuardChange(from_=c["from"], to=c["to"], at=c["at"], reason=c["reason"])
                 for c in given.get("history", [])
             ],
             time_at=given.get("time_at", {"normal": 0.0, "throttle": 0.0, "pause": 0.0, "evict": 0.0}),
@@ -271,7 +275,7 @@ class Desk:
 
     def figures(
         self, window_s: float, version: str | None, domain: str | None
-    ) -> tuple[answers.Figures, float]:
+    ) -> tuple[desk_answers.Figures, float]:
         """What is in memory, and the time before which the registry has to be asked."""
         now = time.time()
         since = now - window_s
@@ -281,23 +285,25 @@ class Desk:
         if self.loop is not None:
             found = self.loop.series(since=since, step_s=step_s)
         series = [
-            answers.FigureSeries(
+            desk_answers.FigureSeries(
                 version=row["version"],
                 domain=row["domain"],
                 points=[
-                    answers.FigurePoint(**p) for p in row["points"] if p["at"] + found["step_s"] > memory_from
+                    desk_answers.FigurePoint(**p)
+                    for p in row["points"]
+                    if p["at"] + found["step_s"] > memory_from
                 ],
             )
             for row in found["series"]
             if version in (None, row["version"]) and domain in (None, row["domain"])
         ]
-        figures = answers.Figures(
+        figures = desk_answers.Figures(
             from_=since,
             to=now,
             step_s=found["step_s"],
             series=series,
             depths=[
-                answers.DepthRow(**row)
+                desk_answers.DepthRow(**row)
                 for row in found["depths"]
                 if version in (None, row["version"]) and domain in (None, row["domain"])
             ],
@@ -306,14 +312,14 @@ class Desk:
         )
         return figures, memory_from
 
-    def marks(self, since: float) -> list[answers.Mark]:
+    def marks(self, since: float) -> list[desk_answers.Mark]:
         """What happened since then, oldest first."""
         view = self.view()
         marks = [] if view is None else [mark for mark in view.marks if mark["at"] >= since]
-        return [answers.Mark(**mark) for mark in sorted(marks, key=lambda mark: mark["at"])]
+        return [desk_answers.Mark(**mark) for mark in sorted(marks, key=lambda mark: mark["at"])]
 
 
-def with_older(figures: answers.Figures, points: tuple[FigurePoint, ...]) -> answers.Figures:
+def with_older(figures: desk_answers.Figures, points: tuple[FigurePoint, ...]) -> desk_answers.Figures:
     """Figures with what the registry has from before; both are sums, so a bucket that both have is the sum."""
     series: dict[tuple[str, str], dict[float, dict[str, Any]]] = {}
     depths: dict[tuple[str, str, int], list[int]] = {}
@@ -328,20 +334,20 @@ def with_older(figures: answers.Figures, points: tuple[FigurePoint, ...]) -> ans
             sums = depths.setdefault((point.version, point.domain, index), [0, 0])
             sums[0] += tested
             sums[1] += accepted
-    return answers.Figures(
+    return desk_answers.Figures(
         from_=figures.from_,
         to=figures.to,
         step_s=figures.step_s,
         series=[
-            answers.FigureSeries(
+            desk_answers.FigureSeries(
                 version=version,
                 domain=domain,
-                points=[answers.FigurePoint(**row) for _, row in sorted(rows.items())],
+                points=[desk_answers.FigurePoint(**row) for _, row in sorted(rows.items())],
             )
             for (version, domain), rows in series.items()
         ],
         depths=[
-            answers.DepthRow(version=v, domain=d, depth=i, num_tested=sums[0], num_accepted=sums[1])
+            desk_answers.DepthRow(version=v, domain=d, depth=i, num_tested=sums[0], num_accepted=sums[1])
             for (v, d, i), sums in sorted(depths.items())
         ],
         marks=figures.marks,
@@ -370,10 +376,10 @@ def _add(rows: dict[float, dict[str, Any]], at: float, point: FigurePoint) -> No
     row["seconds"] += point.seconds
 
 
-def _learning(view: View) -> answers.Learning:
+def _learning(view: View) -> desk_answers.Learning:
     status = view.status
     until = max((lane.frozen_until for lane in view.lanes), default=0.0)
-    return answers.Learning(
+    return desk_answers.Learning(
         state=status.state,  # type: ignore[arg-type]  # pydantic checks it
         reason=status.reason,
         until=until if status.state == "frozen" and until > 0 else None,
@@ -385,11 +391,11 @@ def _lane(view: View) -> LaneView | None:
     return next((lane for lane in view.lanes if not lane.tag), None)
 
 
-def _live(view: View) -> answers.LiveVersion | None:
+def _live(view: View) -> desk_answers.LiveVersion | None:
     lane = _lane(view)
     if not view.status.live:
         return None
-    return answers.LiveVersion(
+    return desk_answers.LiveVersion(
         version=view.status.live,
         since=0.0 if lane is None else lane.live_since,
         by="loop" if lane is None else lane.live_by,
@@ -397,17 +403,15 @@ def _live(view: View) -> answers.LiveVersion | None:
     )
 
 
-def _recent(minute: Mapping[str, Any], hour: Mapping[str, Any], name: str, view: View) -> answers.Recent:
-    without = view.figures.get("without_learning") or {}
-    return answers.Recent(
+def _recent(minute: Mapping[str, Any], hour: Mapping[str, Any], name: str) -> desk_answers.Recent:
+    return desk_answers.Recent(
         now=finite(minute.get(name)),
         hour=finite(hour.get(name)),
-        without_learning=finite(without.get(name)),
     )
 
 
-def _speculation(given: Mapping[str, Any]) -> answers.Speculation:
-    return answers.Speculation(
+def _speculation(given: Mapping[str, Any]) -> desk_answers.Speculation:
+    return desk_answers.Speculation(
         on=bool(given.get("on", True)),
         reason=str(given.get("reason", "")),
         num_on=int(given.get("num_on", 0)),
@@ -415,18 +419,20 @@ def _speculation(given: Mapping[str, Any]) -> answers.Speculation:
     )
 
 
-def _guard_now(given: Mapping[str, Any]) -> answers.GuardNow:
+def _guard_now(given: Mapping[str, Any]) -> desk_answers.GuardNow:
     now = given.get("now") or {}
-    return answers.GuardNow(
+    return desk_answers.GuardNow(
         level=now.get("level", "normal"),
         reason=str(now.get("reason", "" if given else _OFF)),
         since=float(now.get("since", 0.0)),
     )
 
 
-def _alarm(name: str, since: float, message: str) -> answers.Alarm:
+def _alarm(name: str, since: float, message: str) -> desk_answers.Alarm:
     severity: Literal["warning", "critical"] = "critical" if name in _CRITICAL else "warning"
-    return answers.Alarm(id=name, severity=severity, message=message, hint=_HINTS.get(name, ""), since=since)
+    return desk_answers.Alarm(
+        id=name, severity=severity, message=message, hint=_HINTS.get(name, ""), since=since
+    )
 
 
 def _run(run: RunView, view: View) -> answers.RunSummary:
@@ -457,21 +463,21 @@ def _run(run: RunView, view: View) -> answers.RunSummary:
     )
 
 
-def _draft_worker(entry: Mapping[str, Any], revision: int) -> answers.DraftWorker:
+def _draft_worker(entry: Mapping[str, Any], revision: int) -> desk_answers.DraftWorker:
     refused = entry.get("refused") or []
     pairs = refused.items() if isinstance(refused, Mapping) else refused
-    return answers.DraftWorker(
+    return desk_answers.DraftWorker(
         live=str(entry.get("live", "")),
         canary=str(entry.get("canary", "")),
         resident=list(entry.get("resident", [])),
         is_current=int(entry.get("revision", 0)) >= revision,
         swap_ms=float(entry.get("swap_ms", 0.0)),
-        refused=[answers.RefusedVersion(version=str(v), reason=str(r)) for v, r in pairs],
+        refused=[desk_answers.RefusedVersion(version=str(v), reason=str(r)) for v, r in pairs],
     )
 
 
-def _trainer(entry: Mapping[str, Any]) -> answers.TrainerWorker:
-    return answers.TrainerWorker(
+def _trainer(entry: Mapping[str, Any]) -> desk_answers.TrainerWorker:
+    return desk_answers.TrainerWorker(
         run_id=str(entry.get("run_id", "")),
         state=str(entry.get("state", "idle")),
         level=entry.get("level", "normal"),

@@ -1,4 +1,4 @@
-"""the admin API's routes -> the OpenAPI document at /admin/api/openapi.json."""
+"""The admin API's routes -> the OpenAPI document at /admin/api/openapi.json."""
 
 from __future__ import annotations
 

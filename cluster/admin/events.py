@@ -1,4 +1,4 @@
-"""the desk, once a second -> server-sent events for every dashboard that looks: state first, then what changed.
+"""The desk, once a second -> server-sent events for every dashboard that looks: state first, then what changed.
 
 One task makes each event once for all of them, and only while somebody looks. What a slow client has not read is
 replaced by what is newer; if even that is too much it gets all anew. An id names the process and the place in its list
@@ -22,7 +22,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, TypeAdapter
 from starlette.responses import Response
 
-from paceline.cluster.admin import answers
+from paceline.cluster.admin import answers, desk_answers
 from paceline.cluster.admin.audit import Audit
 from paceline.cluster.admin.auth import API, Actor, Authority
 from paceline.cluster.admin.desk import Desk
@@ -34,6 +34,8 @@ from paceline.cluster.gateway.sse import KEEPALIVE, EventStream
 log = structlog.get_logger(__name__)
 
 RESOURCES: tuple[answers.Resource, ...] = get_args(answers.Resource)
+_KEPT: frozenset[answers.Resource] = frozenset({"versions", "runs", "ledger", "capture"})
+"""Lists that come from the registry: whoever loads one must find there what changed."""
 _STATE = ("overview", "workers")
 """Events of which only the newest counts."""
 _MAX_CLIENTS = 32
@@ -41,7 +43,7 @@ _MAX_WAITING = 64
 """Other events for one client that it has not read."""
 _REMEMBERED = 120
 _HEARTBEAT_S = 15.0
-_workers = TypeAdapter(list[answers.Worker])
+_workers = TypeAdapter(list[desk_answers.Worker])
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,9 @@ class Feed:
         self._clients: set[_Client] = set()
         self._task: asyncio.Task[None] | None = None
         self._prints: dict[answers.Resource, bytes] = {}
+        self._unsaid: dict[answers.Resource, tuple[int, int]] = {}
+        """What changed and was not told yet: how many of the loop's writes must be done before the first and the last
+        of its changes can be seen."""
         self._totals: dict[tuple[str, str], _Sums] = {}
         self._marked = time.time()
 
@@ -140,6 +145,9 @@ class Feed:
 
     async def _run(self) -> None:
         self._prints, self._totals = self._fingerprints(), self._sums()
+        num_put, num_written = self._desk.writes()
+        # Who has loaded a list just now may have come too early for what is still being written.
+        self._unsaid = dict.fromkeys(_KEPT, (num_put, num_put)) if num_written < num_put else {}
         self._past.clear()
         self._first = self._number
         while self._clients:
@@ -169,13 +177,26 @@ class Feed:
         delta = self._delta()
         if delta.points or delta.marks:
             events.append(self._event("figures", _json(delta)))
-        prints = self._fingerprints()
-        changed = [name for name in RESOURCES if prints[name] != self._prints.get(name)]
-        self._prints = prints
+        changed = self._changed()
         if changed:
             events.append(self._event("changed", _json(answers.Changed(what=changed))))
         self._past.extend(events)
         return events
+
+    def _changed(self) -> list[answers.Resource]:
+        """What to load again: what lists come from has what differs now, not only the loop's memory."""
+        prints, (num_put, num_written) = self._fingerprints(), self._desk.writes()
+        for name in RESOURCES:
+            if prints[name] != self._prints.get(name):
+                last = num_put if name in _KEPT else 0
+                self._unsaid[name] = (self._unsaid.get(name, (last, last))[0], last)
+        self._prints = prints
+        found = [name for name in RESOURCES if name in self._unsaid and self._unsaid[name][0] <= num_written]
+        for name in found:
+            _, last = self._unsaid.pop(name)
+            if last > num_written:
+                self._unsaid[name] = (last, last)
+        return found
 
     def _event(self, kind: str, data: bytes) -> _Event:
         self._number += 1
@@ -237,7 +258,7 @@ class Feed:
                 )  # fmt: skip
         return found
 
-    def _delta(self) -> answers.FiguresDelta:
+    def _delta(self) -> desk_answers.FiguresDelta:
         """What the last second added to the figures."""
         sums, now = self._sums(), time.time()
         points, depths = [], []
@@ -246,7 +267,7 @@ class Feed:
             if new.requests <= old.requests:
                 continue
             points.append(
-                answers.DeltaPoint(
+                desk_answers.DeltaPoint(
                     version=version,
                     domain=domain,
                     at=float(int(now)),
@@ -262,7 +283,7 @@ class Feed:
                 before = old.depths[index] if index < len(old.depths) else (0, 0)
                 if tested > before[0]:
                     depths.append(
-                        answers.DepthRow(
+                        desk_answers.DepthRow(
                             version=version,
                             domain=domain,
                             depth=index + 1,
@@ -273,7 +294,7 @@ class Feed:
         self._totals = sums
         marks = [mark for mark in self._desk.marks(self._marked) if mark.at > self._marked]
         self._marked = max([self._marked, *(mark.at for mark in marks)])
-        return answers.FiguresDelta(points=points, depths=depths, marks=marks)
+        return desk_answers.FiguresDelta(points=points, depths=depths, marks=marks)
 
 
 @dataclass(frozen=True, slots=True)

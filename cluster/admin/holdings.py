@@ -1,4 +1,4 @@
-"""shards in storage and workers' counters -> how much is kept of whom, and how much was not, and why."""
+"""Shards in storage and workers' counters -> how much is kept of whom, and how much was not, and why."""
 
 from __future__ import annotations
 

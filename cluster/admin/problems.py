@@ -1,4 +1,4 @@
-"""a refusal -> status and JSON of an answer that says what is wrong and what to do."""
+"""A refusal -> status and JSON of an answer that says what is wrong and what to do."""
 
 from __future__ import annotations
 

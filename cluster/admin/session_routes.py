@@ -1,4 +1,4 @@
-"""the admin key -> a session's cookie and CSRF token; and its end."""
+"""The admin key -> a session's cookie and CSRF token; and its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""sign-ins and their cookies -> who is signed in, until it ends; addresses with wrong keys -> who has to wait.
+"""Sign-ins and their cookies -> who is signed in, until it ends; addresses with wrong keys -> who has to wait.
 
 Both live in Control's memory: a restart signs everybody out.
 """

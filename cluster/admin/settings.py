@@ -1,4 +1,4 @@
-"""the `learning` section -> its fields with what is in force, and changes of those that can be changed while it runs."""
+"""The `learning` section -> its fields with what is in force, and changes of those that can be changed while it runs."""
 
 from __future__ import annotations
 

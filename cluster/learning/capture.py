@@ -196,9 +196,18 @@ def _lists(arrays: Sequence[npt.NDArray[np.generic]], dtype: type[np.generic]) -
 
 def _to_parquet(table: pa.Table) -> bytes:
     buffer = io.BytesIO()
-    # Ids and logits have no order that a dictionary would find. Checksums tell a flipped bit from a true value.
-    how = {"compression": "zstd", "compression_level": 1, "use_dictionary": False, "write_statistics": False}
-    pq.write_table(table, buffer, write_page_checksum=True, **how)
+    # Ids and logits have no order that a dictionary would find; but the upper bytes of ids, put side by side, are nearly
+    # all 0: 455 bytes a token at two thirds of the time that zstd takes for 414. Checksums tell a flipped bit from a true
+    # value.
+    pq.write_table(
+        table,
+        buffer,
+        compression="lz4",
+        column_encoding={"top_ids.list.element": "BYTE_STREAM_SPLIT"},
+        use_dictionary=False,
+        write_statistics=False,
+        write_page_checksum=True,
+    )
     return buffer.getvalue()
 
 

@@ -22,8 +22,8 @@ class CaptureConfig(Section):
     max_mb: Annotated[int, Field(ge=1, le=1 << 20)] = 1024
     """Storage it may take; the oldest goes first."""
     queue_mb: Annotated[int, Field(ge=1, le=1 << 16)] = 16
-    """Memory for what is not written yet, in each decode worker: half for the logits of the last steps, half for what
-    is kept of them. Requests that do not fit are dropped and counted."""
+    """Memory for what is not written yet, in each decode worker: half for what was taken in the last steps, half for
+    what was put together of it. Requests that do not fit are dropped and counted."""
     flush_s: Seconds = 5.0
     """A request is on storage so long after its end, at most."""
     holdout: Share = 0.05
@@ -89,11 +89,13 @@ class RolloutConfig(Section):
     canary_share: Annotated[float, Field(ge=0, le=0.5)] = 0.05
     """Of streams that get the candidate first; 0 promotes at once."""
     canary_min_requests: Annotated[int, Field(ge=10, le=1 << 20)] = 200
-    """Before it is promoted, unless it is significantly better or worse before."""
+    """With drafts, before it is promoted, unless it is significantly better or worse before."""
     canary_max_s: Seconds = 600.0
-    """After so long it is promoted if it is not worse."""
+    """After so long with drafts it is promoted if it is not worse; while drafting is off it waits for up to three times
+    this, and is then promoted on the gate's word."""
     watch_s: Seconds = 600.0
-    """How long a promoted version is compared with its predecessor before that is forgotten."""
+    """How long a promoted version is compared with its predecessor before that is forgotten; up to three times as long
+    while drafting is off."""
     resident: Annotated[int, Field(ge=1, le=16)] = 3
     """Versions each draft worker keeps in memory."""
     backoff_s: Seconds = 600.0

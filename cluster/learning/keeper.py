@@ -31,6 +31,7 @@ class _Write:
     job: Callable[[Registry], Any]
     is_figure: bool
     """May be left out while the registry is away: charts have a gap then, and nothing else."""
+    number: int
 
 
 class Keeper:
@@ -42,11 +43,18 @@ class Keeper:
         """Why the registry cannot be used now; "" if it can."""
         self.num_lost = 0
         """Writes that it refused, or that there was no room to keep."""
+        self.num_put = 0
+        """Writes that were asked for, ever ..."""
         self._waiting: deque[_Write] = deque()
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def num_written(self) -> int:
+        """... and how many of the first of them are done, or given up."""
+        return self._waiting[0].number - 1 if self._waiting else self.num_put
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._work())
@@ -61,13 +69,14 @@ class Keeper:
 
     def put(self, name: str, job: Callable[[Registry], Any], *, is_figure: bool = False) -> None:
         """Do this with the registry, after all that was put before."""
+        self.num_put += 1
         if len(self._waiting) >= _MAX_WAITING:
             self.num_lost += 1
             if is_figure:
                 return
             kept = next((i for i, write in enumerate(self._waiting) if write.is_figure), 0)
             del self._waiting[kept]
-        self._waiting.append(_Write(name, job, is_figure))
+        self._waiting.append(_Write(name, job, is_figure, self.num_put))
         self._idle.clear()
         self._wake.set()
 

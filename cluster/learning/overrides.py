@@ -1,4 +1,4 @@
-"""what operators changed while the cluster ran, and the configuration -> the configuration that counts."""
+"""What operators changed while the cluster ran, and the configuration -> the configuration that counts."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from paceline.cluster.learning.ledger import Entry
 from paceline.cluster.learning.orders import OrderSettings
 from paceline.cluster.learning.rollout import Lane, Rollout
 from paceline.cluster.learning.runs import Run
-from paceline.cluster.model_files import weights_version
+from paceline.cluster.model_files import served_version, weights_version
 from paceline.cluster.registry import records
 from paceline.cluster.registry.records import GateRecord, LedgerEntry, RolloutEvent, Version
 from paceline.cluster.registry.registry import Registry
@@ -70,7 +70,9 @@ async def restore(loop: LearningLoop) -> None:
 
 def _own_versions(loop: LearningLoop) -> tuple[str, str]:
     model = loop.config.model
-    return weights_version(model_folder(model.target)), weights_version(model_folder(model.draft))
+    return served_version(model_folder(model.target), int8_weights=model.int8_weights), weights_version(
+        model_folder(model.draft)
+    )
 
 
 def _read(registry: Registry, target: str) -> _Before:

@@ -3,12 +3,15 @@
     offered -> preparing -> canary -> live, watched -> kept
                   |            |           `-> rolled back, frozen
                   |            `-> rolled back, frozen
-                  `-> aborted: a draft worker refused it
+                  `-> aborted: a draft worker refused it, or its canary showed nothing
 
 Each tag has a lane of its own with one live version; "" is the lane of all streams whose tags have none. A version
 takes part only when every draft worker holds it. One lane at a time shares its streams between two versions: with the
 candidate a small share, while a promoted version is watched the same share stays with its predecessor. So both
 comparisons are between streams of the same time, and a changed mix of traffic moves neither.
+
+Both count from the first stream on in which a draft was tried. While drafting is off they wait, up to `PATIENCE` times as
+long; then a candidate that passed the gate goes live on the gate's word, and what is said of it says so.
 
 Nothing here reads a clock, draws a number or sends a message; time is an argument.
 """
@@ -16,12 +19,12 @@ Nothing here reads a clock, draws a number or sends a message; time is an argume
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from paceline.cluster.learning.config import RolloutConfig
 from paceline.cluster.learning.routing import place, version_for
-from paceline.cluster.learning.trial import NOT_WORSE, Trial
+from paceline.cluster.learning.trial import FEW_STREAMS, NOT_WORSE, Trial
 from paceline.cluster.learning.views import LaneView
 from paceline.cluster.types import DraftPlan, DraftRef, ServedStream
 
@@ -43,8 +46,8 @@ PREPARE_S = 120.0
 """For all draft workers to load a version."""
 _LONGEST_BACKOFF = 64.0
 """In times of `backoff_s`."""
-_FEW_STREAMS = 10
-"""A canary that served fewer has shown nothing, however long it took."""
+PATIENCE = 3.0
+"""Times the configured length that a canary or a watch may last while there is next to no evidence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,7 @@ class Lane:
             "previous": self.previous,
             "candidate": self.candidate,
             "goal": self.goal,
+            "actor": self.actor,
             "watch_since": self.since if self.stage == "watch" else 0.0,
             "is_pinned": self.is_pinned,
             "frozen_until": self.frozen_until,
@@ -126,7 +130,11 @@ class Lane:
         return lane
 
 
-_SAVED = ("live_since", "live_by", "previous", "goal", "is_pinned", "frozen_until", "num_rollbacks", "has_own", "had_own")  # fmt: skip
+_SAVED = ("live_since", "live_by", "previous", "goal", "actor", "is_pinned", "frozen_until", "num_rollbacks", "has_own", "had_own")  # fmt: skip
+
+
+def _since(then: float | None, now: float) -> float:
+    return 0.0 if then is None else now - then
 
 
 class Refused(Exception):
@@ -256,7 +264,7 @@ class Rollout:
                 if self._tag_of(stream, plan) == lane.tag:
                     drawn = version_for(plan, stream.request_id, stream.tenant, stream.domain)
                     if drawn in (trial.candidate, trial.control):
-                        trial.add(stream, is_candidate=drawn == trial.candidate)
+                        trial.add(stream, now, is_candidate=drawn == trial.candidate)
         return [change for lane in list(self.lanes.values()) for change in self._judge(lane, now)]
 
     @staticmethod
@@ -302,37 +310,60 @@ class Rollout:
         if lane.stage == "watch":
             if verdict == "worse" and not lane.is_pinned:
                 return [self._take_back(lane, now, why, "loop")]
-            if now - lane.since >= self.config.watch_s:
-                return [
-                    self._keep(lane, now, f"not worse than {lane.previous} for {self.config.watch_s:.0f} s")
-                ]
-            return []
+            return self._end_watch(lane, lane.trial, now)
         if verdict == "worse":
             return [self._end_candidate(lane, now, why, "loop", is_bad=True)]
         if lane.is_pinned and lane.actor == "loop":
             return [self._end_candidate(lane, now, f"{lane.live} was pinned", "loop", is_bad=False)]
-        done = self._is_enough(lane, verdict == "better", now)
+        done = self._is_enough(lane, lane.trial, verdict == "better", now)
         if done is None:
-            lane.reason = f"{lane.trial.num} of {self.config.canary_min_requests} streams; {why}"
+            lane.reason = (
+                f"{lane.trial.num_drafted} of {self.config.canary_min_requests} drafted streams; {why}"
+            )
+            if lane.trial.is_weak and lane.trial.num >= FEW_STREAMS:
+                lane.reason += f": {lane.trial.evidence}, it waits for more"
             return []
-        is_good, words = done
-        if is_good:
+        end, words = done
+        if end == "promote":
             return [self._promote(lane, now, why if verdict == "better" else words, lane.actor)]
-        return [self._end_candidate(lane, now, words, "loop", is_bad=True)]
+        change = self._end_candidate(lane, now, words, "loop", is_bad=end == "bad")
+        return [change if end == "bad" else replace(change, kind="aborted")]
 
-    def _is_enough(self, lane: Lane, is_better: bool, now: float) -> tuple[bool, str] | None:
-        """Whether a canary that is not certainly worse may end, and how; None: it goes on."""
-        assert lane.trial is not None
-        trial, gain = lane.trial, lane.trial.gain
+    def _end_watch(self, lane: Lane, trial: Trial, now: float) -> list[Change]:
+        """A promoted version is kept when drafts were tried in it for long enough, or hardly at all for too long."""
+        waited, proven = now - lane.since, _since(trial.drafted_since, now)
+        if waited >= PATIENCE * self.config.watch_s and trial.is_weak:
+            words = f"weak evidence: {trial.evidence} in {waited:.0f} s"
+            return [self._keep(lane, now, f"{words}; kept on the gate's word")]
+        if proven >= self.config.watch_s and not trial.is_weak:
+            return [self._keep(lane, now, f"not worse than {lane.previous} for {proven:.0f} s")]
+        if waited >= self.config.watch_s:
+            lane.reason = f"{trial.evidence} since it went live: it is watched for longer"
+        return []
+
+    def _is_enough(
+        self, lane: Lane, trial: Trial, is_better: bool, now: float
+    ) -> tuple[Literal["promote", "bad", "open"], str] | None:
+        """Whether a canary that is not certainly worse may end, how, and why; None: it goes on."""
+        gain, waited, proven = trial.gain, now - lane.since, _since(trial.drafted_since, now)
         if is_better:
-            return True, ""
-        if trial.num >= self.config.canary_min_requests and gain is not None and gain.mean >= 0:
-            return True, f"{trial.num} streams: {gain.mean:+.1%} tokens per step"
-        if now - lane.since < self.config.canary_max_s or trial.num < _FEW_STREAMS:
+            return "promote", ""
+        if trial.num_drafted >= self.config.canary_min_requests and gain is not None and gain.mean >= 0:
+            return "promote", f"{trial.num_drafted} drafted streams: {gain.mean:+.1%} tokens per step"
+        if trial.num < FEW_STREAMS:
             return None
-        mean = gain.mean if gain is not None else trial.steps.candidate.value / trial.steps.control.value - 1
-        words = f"after {now - lane.since:.0f} s and {trial.num} streams: {mean:+.1%} tokens per step"
-        return mean >= NOT_WORSE, words
+        if not trial.is_weak and proven >= self.config.canary_max_s:
+            end: Literal["promote", "bad"] = "promote" if trial.mean >= NOT_WORSE else "bad"
+            words = f"after {proven:.0f} s and {trial.num_drafted} drafted streams"
+            return end, f"{words}: {trial.mean:+.1%} tokens per step"
+        if not trial.is_weak or waited < PATIENCE * self.config.canary_max_s:
+            return None
+        words = f"weak evidence: {trial.evidence} in {waited:.0f} s"
+        if trial.mean < NOT_WORSE:
+            return "bad", f"{words}, with {trial.mean:+.1%} tokens per step"
+        if lane.actor != "loop":
+            return "open", f"{words}; an operator began it, and it waits for one to promote it"
+        return "promote", f"{words}; it goes live on the gate's word"
 
     # -- changes -----------------------------------------------------------------------------------------
 

@@ -77,7 +77,8 @@ class LaneView:
     has_own: bool
     """False: its streams get everybody's version; `live` is that one."""
     test: dict[str, Any] | None
-    """The sequential test that runs: arms with streams and tokens per step, ratio, interval, p."""
+    """The sequential test that runs (`Trial.view`): streams and figures of both arms, the interval, and whether drafts
+    were tried often enough for it to be evidence."""
     reason: str
 
 

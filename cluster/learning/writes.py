@@ -54,6 +54,8 @@ def _change(registry: Registry, change: Change, now: float) -> None:
         case "aborted":
             if version.state == "candidate" and "refused it" in why:
                 registry.move(change.version, "rejected", reason=why, actor=actor)
+            elif version.state == "canary":
+                registry.move(change.version, "candidate", reason=why, actor=actor)
             else:
                 registry.add_event(RolloutEvent(now, change.version, "candidate", why, actor, change.tag))
         case "pinned":

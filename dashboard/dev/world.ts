@@ -244,14 +244,15 @@ export class World {
       live: live ? { version: live.version, since: this.began - 1200, by: "loop", pinned: live.pinned } : null,
       canary: canary
         ? {
-            version: canary.version, tag: "", share: 0.05, since: this.canarySince, num_requests: this.canaryRequests, min_requests: 200,
-            saving: this.canaryRequests < 40 ? null : { mean: 0.031, lo: 0.004, hi: 0.058 },
+            version: canary.version, tag: "", share: 0.05, since: this.canarySince, num_requests: this.canaryRequests,
+            num_drafted: Math.max(0, this.canaryRequests - 30), min_requests: 200, is_weak: this.canaryRequests < 40,
+            saving: this.canaryRequests < 60 ? null : { mean: 0.031, lo: 0.004, hi: 0.058 },
           }
         : null,
       routes: this.isOff ? [] : [{ tag: "tenant:acme", version: "51d0b2e8aa19" }],
-      acceptance: this.isEmpty ? { now: null, hour: null, without_learning: null } : { now: 0.624 + wave, hour: 0.587, without_learning: 0.408 },
-      tokens_per_step: this.isEmpty ? { now: null, hour: null, without_learning: null } : { now: 2.81 + wave * 4, hour: 2.52, without_learning: null },
-      tokens_per_s: this.isEmpty ? { now: null, hour: null, without_learning: null } : { now: 1184 + wave * 900, hour: 1012, without_learning: null },
+      acceptance: this.isEmpty ? { now: null, hour: null } : { now: 0.624 + wave, hour: 0.587 },
+      tokens_per_step: this.isEmpty ? { now: null, hour: null } : { now: 2.81 + wave * 4, hour: 2.52 },
+      tokens_per_s: this.isEmpty ? { now: null, hour: null } : { now: 1184 + wave * 900, hour: 1012 },
       ttft_p99_ms: this.isEmpty ? null : 212,
       inter_token_p99_ms: this.isEmpty ? null : 38.4,
       num_streams: this.isEmpty ? 0 : 14,

@@ -95,8 +95,6 @@ export interface Recent {
   now: number | null;
   /** Over the last hour. */
   hour: number | null;
-  /** The same hour's value if the shipped draft (no learning) had served, where replay knows it. */
-  without_learning: number | null;
 }
 
 /** off: the configuration says so. paused: by an operator. waiting: for a trigger. blocked: it would not pay, or there is no
@@ -138,8 +136,12 @@ export interface Canary {
   share: number;
   since: number;
   num_requests: number;
-  /** Before a decision, unless it is clear earlier. */
+  /** Of these, requests in which a draft was tried: only they show anything of it. */
+  num_drafted: number;
+  /** Of those, before a decision, unless it is clear earlier. */
   min_requests: number;
+  /** Next to nothing was drafted so far, for example because drafting is off: the comparison says nothing yet. */
+  is_weak: boolean;
   /** Candidate against champion so far, with the interval that the sequential test has now: > 0 is better. */
   saving: Interval | null;
 }

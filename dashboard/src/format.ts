@@ -25,11 +25,6 @@ export function change(value: number | null | undefined, digits = 1): string {
   return value === null || value === undefined ? NONE : `${value > 0 ? "+" : ""}${percent(value, digits)}`;
 }
 
-/** 0.179 -> +17.9 points: a difference of two shares. */
-export function points(value: number): string {
-  return `${value > 0 ? "+" : ""}${fixed(value * 100, 1)} points`;
-}
-
 /** 75 -> 1 min 15 s; -3.2 -> −3.2 s */
 export function duration(seconds: number | null | undefined): string {
   if (seconds === null || seconds === undefined) return NONE;

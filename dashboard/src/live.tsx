@@ -28,7 +28,6 @@ const ALL: ReadonlySet<Resource> = new Set<Resource>([
   "settings",
 ]);
 const RETRY_MS = 2000;
-const SETTLED_MS = 1500;
 /** An `overview` comes each second; a stream that is silent for this long is as good as lost. */
 const SILENCE_MS = 8000;
 
@@ -172,20 +171,13 @@ export function useResource<T>(path: string | null, resources: readonly Resource
         if (mine.again) load();
       });
   }, [path]);
-  const later = useRef<number | undefined>(undefined);
   useEffect(() => {
     load();
     return () => {
       running.current = null;
-      window.clearTimeout(later.current);
     };
   }, [load]);
-  useChanged(resources, () => {
-    load();
-    // The loop says what changed from memory; the registry, which lists come from, may hear of it a moment later.
-    window.clearTimeout(later.current);
-    later.current = window.setTimeout(load, SETTLED_MS);
-  });
+  useChanged(resources, load);
   const isCurrent = state.path === path;
   return { data: isCurrent ? state.data : null, error: isCurrent ? state.error : null, reload: load };
 }

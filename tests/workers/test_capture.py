@@ -92,9 +92,10 @@ class OffByOne(Recorder):
     """The bug of the prototype that this was learnt from: the row at a token, which tells of the one behind it."""
 
     def note(self, stream: Stream, at: int, path: Sequence[int], num: int, draft_version: str) -> None:
+        if num > 1:
+            rows = [at + node for node in path[: num - 1]]
+            at, path = rows[0], [row - rows[0] for row in [*rows[1:], rows[-1]]]
         super().note(stream, at, path, num, draft_version)
-        if self._nodes and num > 1:
-            self._nodes[-num:] = [*self._nodes[-num + 1 :], self._nodes[-1]]
 
 
 @pytest.fixture
@@ -263,7 +264,7 @@ def test_nothing_of_a_request_without_consent_reaches_storage(
     fs: MemoryFileSystem, root: str, make_runner: RunnerFactory, texts: dict[str, list[int]]
 ) -> None:
     """Neither its name nor any four of its tokens in a row, in the bytes of any file, compressed or as they are read; and
-    no row of its logits was even copied. The same search finds what may be kept."""
+    of no row of its logits was anything taken. The same search finds what may be kept."""
     metrics = Metrics()
     capture = recorder(fs, root, metrics=metrics)
     run(make_runner("llama", num_blocks=500), REQUESTS, capture, Guesses(texts))
@@ -280,7 +281,7 @@ def test_nothing_of_a_request_without_consent_reaches_storage(
 
     assert len(everything) > 5000
     assert [is_found(request) for request in REQUESTS] == [request.capture for request in REQUESTS]
-    assert capture._head == sum(len(texts[request.id]) for request in KEPT)
+    assert capture._num_taken == sum(len(texts[request.id]) for request in KEPT)
     assert f"paceline_capture_tokens_total {LENGTH * len(KEPT)}.0" in metrics.text().decode()
 
 
@@ -296,7 +297,7 @@ def test_an_engine_without_consenting_streams_does_nothing(
     )
 
     assert not files(fs, root, deep=True)
-    assert (capture._head, len(capture._jobs), capture._open) == (0, 0, {})
+    assert (capture._num_taken, len(capture._jobs), capture._open) == (0, 0, {})
 
 
 # --- bounds and faults ----------------------------------------------------------------------------------
@@ -312,7 +313,7 @@ def test_what_does_not_fit_is_dropped_whole_and_counted(
     """The newest: of rows that nobody takes away, the first streams' stay."""
     metrics = Metrics()
     capture = recorder(fs, root, metrics=metrics)
-    capture._ring = capture._ring[:25]
+    capture._limit = 25 * capture._row_bytes
     assert run(make_runner("llama", num_blocks=500), REQUESTS[:2], None) == {
         name: texts[name] for name in ("greedy-0-0", "drawn-0-0")
     }
@@ -329,7 +330,7 @@ def test_what_does_not_fit_is_dropped_whole_and_counted(
     assert value(metrics, "capture_held_bytes") == 0
 
 
-def test_memory_behind_the_ring_is_bounded_too(
+def test_memory_behind_the_queue_is_bounded_too(
     fs: MemoryFileSystem, root: str, make_runner: RunnerFactory
 ) -> None:
     """Open streams count."""

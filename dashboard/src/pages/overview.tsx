@@ -1,7 +1,7 @@
 // overview -> what drafts, how well, what the loop does and why, and the buttons to steer it.
 import type { ReactNode } from "react";
 import type { Canary, Overview, Trigger } from "../api.ts";
-import { change, count, duration, fixed, percent, points, tagName } from "../format.ts";
+import { change, count, duration, fixed, percent, tagName } from "../format.ts";
 import { useLive } from "../live.tsx";
 import { LEVEL_TONE, type Tone } from "../look.ts";
 import { pause, resume, rollBack, trainNow } from "../parts/actions.tsx";
@@ -133,12 +133,10 @@ function Tile({ name, value, children, tone }: { name: string; value: ReactNode;
 
 function Tiles({ overview }: { overview: Overview }) {
   const { acceptance, tokens_per_step: steps, tokens_per_s: speed, live, speculation, guard } = overview;
-  const gain = acceptance.hour !== null && acceptance.without_learning !== null ? acceptance.hour - acceptance.without_learning : null;
   return (
     <dl className="tiles">
       <Tile name="Acceptance" value={percent(acceptance.now)}>
         {percent(acceptance.hour)} in the last hour
-        {gain !== null && `, ${points(gain)} against the shipped draft`}
       </Tile>
       <Tile name="Tokens per step" value={fixed(steps.now, 2)}>
         {fixed(steps.hour, 2)} in the last hour
@@ -178,16 +176,23 @@ function CanaryPanel({ canary, live }: { canary: Canary; live: string }) {
         <VersionLink version={canary.version} /> against <VersionLink version={live} />
       </p>
       <Bar
-        label="Requests before a decision"
-        share={canary.num_requests / Math.max(1, canary.min_requests)}
-        text={`${canary.num_requests} of ${canary.min_requests} requests`}
+        label="Drafted requests before a decision"
+        share={canary.num_drafted / Math.max(1, canary.min_requests)}
+        text={`${canary.num_drafted} of ${canary.min_requests} drafted requests`}
       />
       <p>
-        {count(canary.num_requests)} of {count(canary.min_requests)} requests, since <Ago time={canary.since} />.{" "}
-        {canary.saving
-          ? `So far it saves ${change(canary.saving.mean)} (${change(canary.saving.lo)} to ${change(canary.saving.hi)}).`
-          : "Too few to tell yet."}
+        {count(canary.num_drafted)} of {count(canary.min_requests)} drafted requests, since <Ago time={canary.since} />.{" "}
+        {!canary.is_weak &&
+          (canary.saving
+            ? `So far it saves ${change(canary.saving.mean)} (${change(canary.saving.lo)} to ${change(canary.saving.hi)}).`
+            : "Too few to tell yet.")}
       </p>
+      {canary.is_weak && (
+        <p>
+          <Badge tone="warn">Weak evidence</Badge> Of {count(canary.num_requests)} requests, drafts were tried in{" "}
+          {canary.num_drafted ? count(canary.num_drafted) : "none"}: it waits for more. While drafting is off, nothing can be shown.
+        </p>
+      )}
     </Panel>
   );
 }

@@ -22,26 +22,20 @@ import msgspec
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from paceline.cluster.config import model_folder
 from paceline.cluster.learning.capture import CapturedRequest
 from paceline.cluster.learning.config import TrainConfig
 from paceline.cluster.types import Request, Sampling
+from paceline.deploy.bench.learn.training import captured, output_logits, train
 from paceline.deploy.models import corpus, tasks
 from paceline.deploy.models.corpus import END_ID, EOS_ID
 from paceline.workers.engine import Engine
-from paceline.workers.model_batch import BatchBuilder
-from paceline.workers.model_runner import ModelRunner, load_model, load_model_config, load_runner
+from paceline.workers.model_runner import ModelRunner, load_runner
 from paceline.workers.sampling import SamplingRows, choose
-from paceline.workers.training.batches import Batches
-from paceline.workers.training.engines import make_engine
-from paceline.workers.training.loop import Training, trainable
-from paceline.workers.training.lora import add_adapters
+from paceline.workers.training.loop import Training
 from paceline.workers.training.output import write_version
-from paceline.workers.training.pool import Pool, Sample, to_sample
 
-TOP = 128
 _MAX_TOKENS = 120
 _SEED = 4001
 """Of the items: no training or other benchmark uses it."""
@@ -112,46 +106,14 @@ def capture(requests: Iterable[Request], runner: ModelRunner) -> list[CapturedRe
     wanted = list(requests)
     engine = Engine(runner, token_budget=256, max_streams=16)
     outputs = engine.run(wanted)
-    return [_captured(request, outputs[request.id], runner, index) for index, request in enumerate(wanted)]
-
-
-def _captured(request: Request, output: Sequence[int], runner: ModelRunner, index: int) -> CapturedRequest:
-    ids = np.asarray([*request.prompt_ids, *output], np.int32)
-    logits = _logits(runner, ids, len(request.prompt_ids))
-    top, top_ids = logits.topk(TOP, -1)
-    return CapturedRequest(
-        request_id=request.id,
-        tenant=request.tenant,
-        domain=request.domain,
-        created=float(index),
-        target_version=runner.version,
-        draft_version="",
-        sampling=request.sampling,
-        num_prompt=len(request.prompt_ids),
-        token_ids=ids,
-        top_ids=top_ids.numpy().astype(np.int32),
-        top_logits=top.numpy(),
-        log_sums=logits.logsumexp(-1).numpy(),
-        is_heldout=False,
-        num_steps=len(output),
-    )
-
-
-def _logits(runner: ModelRunner, ids: np.ndarray, num_prompt: int) -> Tensor:
-    """Of every output token, by one pass over the text."""
-    builder = BatchBuilder(runner.cache)
-    table = list(range(-(-len(ids) // runner.cache.block_size)))
-    builder.add_chunk(table, ids[:-1], 0, keep_last=True, also=range(num_prompt - 1, len(ids) - 2))
-    logits = runner.forward(builder.build()[0])
-    runner.cache.books = None  # whoever uses the pool next finds it overwritten
-    return logits
+    return [captured(r, outputs[r.id], runner, created=float(index)) for index, r in enumerate(wanted)]
 
 
 def accepted(records: Sequence[CapturedRequest], draft: ModelRunner) -> dict[str, list[list[bool]]]:
     """By domain and request: at which output tokens the draft's first choice, drawn with the same noise, is the text's."""
     found: dict[str, list[list[bool]]] = {}
     for record in records:
-        logits = _logits(draft, record.token_ids, record.num_prompt)
+        logits = output_logits(draft, record.token_ids, record.num_prompt)
         positions = np.arange(record.num_prompt, len(record.token_ids))
         rows = SamplingRows.build([record.sampling], [len(positions)], positions)
         drafted, _ = choose(logits, rows)
@@ -181,23 +143,8 @@ def _rate(found: dict[str, list[list[bool]]]) -> float:
 def train_arm(arm: Arm, records: Sequence[CapturedRequest], settings: TrainConfig, out: Path) -> Training:
     """Train the shipped draft on records and write the version to `out`."""
     base = model_folder("bundled/draft")
-    model = trainable(load_model(base, load_model_config(base)))
-    if settings.method == "lora":
-        add_adapters(model, settings.lora_rank, settings.seed)
-    vocab, room = int(model.config.vocab_size), int(model.config.max_position_embeddings)
-    samples: list[Sample | None] = [to_sample(r, "bench", vocab=vocab, max_context=room) for r in records]
-    pool = Pool({s.request_id: s for s in samples if s is not None})
-    batches = Batches(
-        pool,
-        batch_tokens=settings.batch_tokens,
-        fresh_share=settings.fresh_share,
-        max_tenant_share=settings.max_tenant_share,
-        seed=settings.seed,
-    )
-    training = Training(model, make_engine(model, zero_stage=settings.zero_stage), pool, batches, settings)
-    while not training.is_done:
-        training.step()
-    write_version(model, base, out, {"arm": arm.name})
+    training = train(base, records, settings)
+    write_version(training.model, base, out, {"arm": arm.name})
     return training
 
 

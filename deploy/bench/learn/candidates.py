@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from paceline.deploy.models.corpus import NO_LOSS, PAD_ID
-from paceline.deploy.models.training import distill_loss
+from paceline.cluster.learning.capture import CapturedRequest
+from paceline.cluster.learning.config import TrainConfig
+from paceline.deploy.bench.learn.training import captured, train
+from paceline.workers.model_runner import load_runner
 from paceline.workers.replay import Text
+from paceline.workers.training.loop import Training
 
 State = dict[str, Tensor]
 Say = Callable[[str], None]
 
-_BATCH = 12
-"""Texts of one training step."""
+_BATCH_TOKENS = 1024
+"""Of one training step, prompts not counted."""
 _LEARNING_RATE = 4e-4
 
 
@@ -72,31 +76,40 @@ class Workshop:
         snapshots: Mapping[int, str],
         seed: int,
     ) -> None:
-        """Distil the target on its own texts, from `base` on; snapshots by step, the last one is `name`."""
+        """Distil the target on texts, from `base` on, as the trainer does; snapshots by step, the last one is `name`."""
         wanted = [name, *snapshots.values()]
         if all(self.has(each) for each in wanted):
             return
-        target = LlamaForCausalLM.from_pretrained(self._target, dtype=torch.float32).eval()
-        model = LlamaForCausalLM.from_pretrained(
-            self.folder(base) if base else self._draft, dtype=torch.float32
+
+        def after_step(training: Training) -> None:
+            if training.num_done % 20 == 0:
+                self._say(
+                    f"training {name}: step {training.num_done} of {steps}, loss {training.loss:.3f}, "
+                    f"acceptance {training.acceptance:.3f}"
+                )
+            if training.num_done in snapshots:
+                self.save(snapshots[training.num_done], training.model.state_dict())
+
+        settings = TrainConfig(
+            max_steps=steps, batch_tokens=_BATCH_TOKENS, learning_rate=_LEARNING_RATE, seed=seed
         )
-        loss_of = distill_loss(model, target)
-        optimizer = torch.optim.AdamW(
-            model.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0
-        )
-        for step, (inputs, labels) in zip(range(1, steps + 1), batches(texts, seed), strict=False):
-            for group in optimizer.param_groups:
-                group["lr"] = _LEARNING_RATE * min(1.0, step / 10)
-            loss = loss_of(inputs, labels)
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            if step % 20 == 0:
-                self._say(f"training {name}: step {step} of {steps}, loss {float(loss.detach()):.3f}")
-            if step in snapshots:
-                self.save(snapshots[step], model.state_dict())
-        self.save(name, model.state_dict())
+        folder = self.folder(base) if base else self._draft
+        training = train(folder, self._captured(texts, steps, seed), settings, after_step=after_step)
+        self.save(name, training.model.state_dict())
+
+    def _captured(self, texts: Sequence[Text], steps: int, seed: int) -> list[CapturedRequest]:
+        """As many of the texts, drawn by `seed`, as so many steps can see; with what the target says along them."""
+        runner, _ = load_runner(self._target, kv_memory_mb=64, block_size=16)
+        found: list[CapturedRequest] = []
+        left = steps * _BATCH_TOKENS
+        for index in np.random.default_rng(seed).permutation(len(texts)).tolist():
+            text = texts[index]
+            if left <= 0:
+                break
+            if text.output:
+                found.append(captured(text.request, text.output, runner))
+                left -= len(text.output)
+        return found
 
     # -- worse, or the same ------------------------------------------------------------------------------
 
@@ -133,25 +146,3 @@ class Workshop:
                     state[key] = torch.nn.functional.pad(value, (0, intermediate - value.shape[1]))
             self.save(name, state, intermediate=intermediate)
         return self.folder(name)
-
-
-def batches(texts: Sequence[Text], seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless: int64 [B, L] tokens, and the next ones, NO_LOSS in prompts and padding. Texts of like length together."""
-    generator = torch.Generator().manual_seed(seed)
-    by_length = sorted(texts, key=lambda text: len(text.request.prompt_ids) + len(text.output))
-    groups = [by_length[at : at + _BATCH] for at in range(0, len(by_length) - _BATCH + 1, _BATCH)]
-    while True:
-        for index in torch.randperm(len(groups), generator=generator).tolist():
-            yield _padded(groups[index])
-
-
-def _padded(texts: Sequence[Text]) -> tuple[Tensor, Tensor]:
-    length = max(len(text.request.prompt_ids) + len(text.output) for text in texts) - 1
-    inputs = torch.full((len(texts), length), PAD_ID)
-    labels = torch.full((len(texts), length), NO_LOSS)
-    for row, text in enumerate(texts):
-        ids = torch.tensor([*text.request.prompt_ids, *text.output])
-        num = len(text.request.prompt_ids)
-        inputs[row, : len(ids) - 1] = ids[:-1]
-        labels[row, num - 1 : len(ids) - 1] = ids[num:]
-    return inputs, labels

@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from torch import Tensor
 
 from paceline.cluster.config import ModelConfig, model_folder
 from paceline.cluster.learning.capture import ShardReader, ShardWriter, shards
@@ -28,6 +27,7 @@ from paceline.deploy.bench.workload import Workload
 from paceline.workers.capture import Recorder
 from paceline.workers.engine import Engine
 from paceline.workers.model_runner import ModelRunner
+from paceline.workers.raw_logits import RawLogits
 
 MAX_BYTES = 1024
 MAX_US = 20.0
@@ -43,9 +43,9 @@ class TimedRecorder(Recorder):
         super().note(stream, at, path, num, draft_version)
         self.calls_s += time.perf_counter() - began
 
-    def take(self, logits_RV: Tensor) -> None:
+    def take(self, logits: RawLogits) -> None:
         began = time.perf_counter()
-        super().take(logits_RV)
+        super().take(logits)
         self.calls_s += time.perf_counter() - began
 
     def close(self, stream: Stream) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from paceline.deploy.bench.learn.shift import ShiftReport
 
 PARTS = ("capture", "swap", "guard", "shift", "stationary", "gate", "replay")
-"""Shortest first, but for the last: it works on what the shift left."""
+"""In the order in which they are measured: `replay` works on what `shift` left."""
 
 FLOORS = {
     "shift.acceptance_gain": 0.2,
@@ -39,6 +39,8 @@ CEILINGS = {
     "gate.null_deployed": 5.0,
     "gate.prediction_error": 0.01,
     "swap.changed": 0.0,
+    "swap.dropped": 0.0,
+    "swap.worst_of_step": 1.0,
     "rollback.s": 1.0,
     "guard.itl_ratio": 1.05,
     "guard.yield_ms": 100.0,

@@ -61,7 +61,7 @@ async def test_the_overview_says_what_is_live_and_what_the_loop_waits_for(
 
     assert found["model"] == "some-model" and found["learning"]["state"] == "waiting"
     assert found["live"] == {"version": "v1", "since": 5.0, "by": "loop", "pinned": False}
-    assert found["acceptance"] == {"now": 0.75, "hour": 0.75, "without_learning": None}
+    assert found["acceptance"] == {"now": 0.75, "hour": 0.75}
     assert found["tokens_per_step"]["now"] == 2.0 and found["tokens_per_s"]["now"] == 1.0
     assert found["num_streams"] == 3 and found["canary"] is None and found["routes"] == []
     assert [alarm["severity"] for alarm in found["alarms"]] == ["critical", "warning"]
@@ -74,7 +74,7 @@ async def test_the_overview_says_what_is_live_and_what_the_loop_waits_for(
 async def test_the_overview_shows_canary_and_routes(operator: httpx.AsyncClient, loop: ScriptedLoop) -> None:
     """A lane of its own is a route; one that gets everybody's version is none."""
     saving = {"mean": 0.04, "lo": -0.01, "hi": 0.09}
-    test = {"num_requests": 120, "saving": saving}
+    test = {"num_requests": 120, "num_drafted": 7, "is_weak": True, "saving": saving}
     loop.lanes = [
         LaneView("", "v1", 5.0, "ops", "v0", "canary", "v2", 9.0, True, 0.0, 0, True, test, ""),
         LaneView("domain:code", "v3", 5.0, "loop", "", "steady", "", 9.0, False, 0.0, 0, True, None, ""),
@@ -86,6 +86,7 @@ async def test_the_overview_shows_canary_and_routes(operator: httpx.AsyncClient,
     assert found["live"] == {"version": "v1", "since": 5.0, "by": "ops", "pinned": True}
     assert found["canary"]["version"] == "v2" and found["canary"]["saving"] == saving
     assert found["canary"]["num_requests"] == 120 and found["canary"]["share"] == 0.05
+    assert found["canary"]["num_drafted"] == 7 and found["canary"]["is_weak"]
     assert found["routes"] == [{"tag": "domain:code", "version": "v3"}]
 
 

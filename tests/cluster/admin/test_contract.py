@@ -8,8 +8,9 @@ from typing import Any, Union, get_args, get_origin
 import pytest
 from pydantic import BaseModel
 
-from paceline.cluster.admin import answers, problems, requests
+from paceline.cluster.admin import answers, archive_answers, desk_answers, problems, requests
 
+ANSWERS = (answers, desk_answers, archive_answers)
 API_TS = Path(__file__).resolve().parents[3] / "dashboard" / "src" / "api.ts"
 RENAMED = {
     "SettingsChange": requests.SettingsChange,
@@ -62,8 +63,13 @@ def fields_of(name: str) -> dict[str, tuple[str, bool]]:
     return {**(fields_of(base) if base else {}), **own}
 
 
+def answer(name: str) -> Any:
+    """A model or a union of strings, wherever it stands."""
+    return next(vars(module)[name] for module in ANSWERS if name in vars(module))
+
+
 def model_of(name: str) -> type[BaseModel]:
-    found = RENAMED.get(name) or NOT_MODELS.get(name) or getattr(answers, name)
+    found = RENAMED.get(name) or NOT_MODELS.get(name) or answer(name)
     assert issubclass(found, BaseModel)
     return found
 
@@ -140,8 +146,9 @@ def test_every_answer_is_in_the_contract() -> None:
     inline = {"Answer", "RefusedVersion", "TrainedOn", "HistoryEntry", "GateSummary", "DeltaPoint", "Page"}
     models = {
         name
-        for name, value in vars(answers).items()
-        if isinstance(value, type) and issubclass(value, BaseModel) and value.__module__ == answers.__name__
+        for module in ANSWERS
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, BaseModel) and value.__module__ == module.__name__
     }
 
     assert models - inline - INTERFACES.keys() == set()
@@ -155,7 +162,7 @@ def test_every_answer_is_in_the_contract() -> None:
 @pytest.mark.parametrize("name", sorted(unions(TEXT)))
 def test_unions_of_strings_are_the_same(name: str) -> None:
     """A state that only one side knows would be shown as nothing."""
-    mine = getattr(answers, name)
+    mine = answer(name)
 
     assert set(get_args(mine)) == unions(TEXT)[name]
 
@@ -170,4 +177,4 @@ def test_a_difference_is_seen() -> None:
         "version": ("string | null", True),
         "extra": ("number", False),
     }
-    assert {key for key in answers.Route.model_fields} != fields.keys()
+    assert {key for key in desk_answers.Route.model_fields} != fields.keys()

@@ -121,5 +121,5 @@ def test_no_made_up_request_gets_a_surprising_answer(
     assert len(statuses) >= 18
     for label, counts in statuses.items():
         assert not any(status >= 500 for status in counts), f"{label}: {counts}"
-    assert sum(counts[200] for counts in statuses.values()) > 60
+    assert sum(counts[200] for counts in statuses.values()) > 40
     assert sum(counts[422] for counts in statuses.values()) > 30

@@ -4,9 +4,10 @@ import asyncio
 import contextlib
 import json
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -14,11 +15,12 @@ import pytest
 import uvicorn
 
 from paceline.cluster.admin import events as events_module
-from paceline.cluster.admin.answers import Overview, Worker
 from paceline.cluster.admin.app import build_admin_app
+from paceline.cluster.admin.desk_answers import Overview, Worker
 from paceline.cluster.admin.key import hash_key
 from paceline.cluster.control import Control
 from paceline.cluster.gateway.listener import server_config
+from paceline.cluster.registry.registry import Registry
 from scripted_admin import KEY, ScriptedLoop, served
 
 EVENTS = "/admin/api/events"
@@ -137,6 +139,51 @@ async def test_what_changed_is_named_once(url: str, loop: ScriptedLoop) -> None:
         found: set[str] = set()
         while found != {"audit", "settings"}:
             found |= set((await stream.next("changed")).data["what"])
+
+
+async def test_a_change_is_told_when_the_registry_has_it(url: str, loop: ScriptedLoop) -> None:
+    """Lists come from the registry: who loads one on hearing of a change finds it there, however slow the registry is."""
+    gate = threading.Event()
+    first = loop.registry.versions().items[0]
+
+    def write(registry: Registry) -> None:
+        gate.wait(5)
+        registry.move(first.version, "revoked", reason="a test")
+
+    loop.keeper.start()
+    async with httpx.AsyncClient(base_url=url, headers=BEARER) as client, stream_of(client) as stream:
+        await stream.next("overview")
+        await stream.next("overview")
+        loop.lanes = []
+        loop.keeper.put("version", write)
+        for _ in range(6):  # seconds, of the feed's
+            assert (await stream.next("overview", "changed")).kind == "overview"
+        gate.set()
+        assert (await stream.next("changed")).data == {"what": ["versions"]}
+        (found,) = (await client.get("/admin/api/versions", params={"state": "revoked"})).json()["items"]
+    assert found["version"] == first.version
+    await loop.keeper.close()
+
+
+async def test_changes_that_never_end_are_told_all_the_same(url: str, loop: ScriptedLoop) -> None:
+    """A registry that is always a write behind: each change is told when it is there, not when there is none behind it."""
+    loop.keeper.start()
+    is_over = False
+
+    async def change() -> None:
+        while not is_over:
+            loop.lanes = [replace(loop.lanes[0], since=loop.lanes[0].since + 1)]
+            loop.keeper.put("slow", lambda registry: time.sleep(0.03))
+            loop.keeper.put("slow", lambda registry: time.sleep(0.03))
+            await asyncio.sleep(0.05)
+
+    task = asyncio.create_task(change())
+    async with httpx.AsyncClient(base_url=url, headers=BEARER) as client, stream_of(client) as stream:
+        for _ in range(3):
+            assert "versions" in (await stream.next("changed")).data["what"]
+    is_over = True
+    await task
+    await loop.keeper.close()
 
 
 async def test_a_stream_ends_with_its_session(url: str) -> None:

@@ -156,7 +156,7 @@ class World:
         self, num: int, level: dict[str, float], *, acceptance: float = 0.5, domain: str = "law"
     ) -> None:
         """Streams that end, ten a second, as the plan in force has them drafted for."""
-        for _ in range(num):
+        for at in range(1, num + 1):
             self.num += 1
             request_id = f"req-{self.num}"
             version = version_for(self.plan, request_id, "t", domain)
@@ -182,7 +182,9 @@ class World:
                     ),
                 )
             )
-            self.turn(0.1)
+            self.clock.now += 0.1
+            if at % 10 == 0 or at == num:
+                self.turn(0.0)
 
     def gate(self, *, passed: bool, saving: float = 0.1, num: int = 50) -> None:
         """The scoring that is on ends with this report."""

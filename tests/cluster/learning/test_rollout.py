@@ -1,13 +1,13 @@
 """Simulated streams of two versions -> promoted, taken back or left alone; error rates by simulation."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import MappingProxyType
 
 import numpy as np
 import pytest
 
 from paceline.cluster.learning.config import RolloutConfig
-from paceline.cluster.learning.rollout import PREPARE_S, Change, Lane, Refused, Rollout
+from paceline.cluster.learning.rollout import PATIENCE, PREPARE_S, Change, Lane, Refused, Rollout
 from paceline.cluster.learning.routing import version_for
 from paceline.cluster.learning.trial import Trial
 from paceline.cluster.types import DraftPlan, DraftRef, ServedStream
@@ -20,14 +20,20 @@ SPEED = MappingProxyType({"base": 3.0})
 
 
 def stream(
-    rng: np.random.Generator, version: str, level: float, *, request_id: str = "r", tenant: str = "t", domain: str = "", spt: float = 0.01
+    rng: np.random.Generator, version: str, level: float, *, request_id: str = "r", tenant: str = "t", domain: str = "", spt: float = 0.01,
+    drafted: bool = True,
 ) -> ServedStream:  # fmt: skip
-    """One stream of so many tokens per step, roughly."""
+    """One stream of so many tokens per step, roughly; or of one token per step, and no draft tried."""
     steps = int(rng.integers(3, 60))
     tokens = max(steps, round(steps * max(1.05, level * (1 + rng.normal(0, 0.2)))))
     seconds = max(1, tokens - 1) * spt * max(0.2, 1 + rng.normal(0, 0.3))
     gap = 0.01 + float(rng.exponential(0.03))
-    return ServedStream(request_id, tenant, domain, version, tokens, steps, (), (), seconds, gap)
+    if not drafted:
+        return ServedStream(
+            request_id, tenant, domain, "", steps, steps, (), (), seconds * steps / tokens, gap
+        )
+    hits = min(steps, tokens - steps)
+    return ServedStream(request_id, tenant, domain, version, tokens, steps, (steps,), (hits,), seconds, gap)
 
 
 class World:
@@ -50,13 +56,13 @@ class World:
     def loaded(self) -> None:
         self.log += self.rollout.advance(set(REFS), {}, self.now)
 
-    def serve(self, num: int, levels: dict[str, float], **how: str) -> int:
+    def serve(self, num: int, levels: dict[str, float], **how: object) -> int:
         """Streams, ten a second, as the plan in force has them drafted for -> how many until something changed."""
         for i in range(num):
             self.num += 1
             self.now += 0.1
             plan, request_id = self.plan, f"req-{self.num}"
-            version = version_for(plan, request_id, how.get("tenant", "t"), how.get("domain", ""))
+            version = version_for(plan, request_id, str(how.get("tenant", "t")), str(how.get("domain", "")))
             one = stream(self.rng, version, levels[version], request_id=request_id, **how)  # type: ignore[arg-type]
             changes = self.rollout.served([one], plan, self.now)
             self.log += changes
@@ -154,16 +160,26 @@ def test_a_slower_candidate_is_taken_back_whatever_its_acceptance() -> None:
     assert world.log[-1].kind == "rolled_back" and "take" in world.log[-1].reason
 
 
+def equals(seed: int, share: float, num: int) -> Iterator[tuple[bool, ServedStream]]:
+    """Streams of two equal versions, and whether each is the candidate's: as `stream` makes them, all at once."""
+    rng = np.random.default_rng(seed)
+    steps = rng.integers(3, 60, num)
+    tokens = np.maximum(steps, np.rint(steps * np.maximum(1.05, 3.0 * (1 + rng.normal(0, 0.2, num)))))
+    seconds = np.maximum(1, tokens - 1) * 0.01 * np.maximum(0.2, 1 + rng.normal(0, 0.3, num))
+    gaps = 0.01 + rng.exponential(0.03, num)
+    columns = (rng.random(num) < share, tokens.astype(int), steps, seconds, gaps)
+    for is_candidate, n, k, s, gap in zip(*(column.tolist() for column in columns), strict=True):
+        yield is_candidate, ServedStream("r", "t", "", "c" if is_candidate else "l", n, k, (k,), (k,), s, gap)
+
+
 @pytest.mark.parametrize("share", [0.05, 0.5])
 def test_equal_versions_are_told_apart_wrongly_at_most_one_time_in_twenty(share: float) -> None:
-    """100 trials of two equal versions, looked at after each of 1,500 streams: errors at both sides together."""
+    """100 trials of two equal versions, looked at again and again over 1,500 streams: errors at both sides together."""
     errors = 0
     for seed in range(100):
-        rng = np.random.default_rng(seed)
         trial = Trial("c", "l", 0.0)
-        for i in range(1500):
-            is_candidate = bool(rng.random() < share)
-            trial.add(stream(rng, "c" if is_candidate else "l", 3.0), is_candidate=is_candidate)
+        for i, (is_candidate, one) in enumerate(equals(seed, share, 1500)):
+            trial.add(one, i, is_candidate=is_candidate)
             if i % 5 == 0 and trial.verdict()[0] != "open":
                 errors += 1
                 break
@@ -172,16 +188,14 @@ def test_equal_versions_are_told_apart_wrongly_at_most_one_time_in_twenty(share:
 
 
 def test_a_plain_test_at_each_look_would_err_much_more_often() -> None:
-    """Negative control: a fixed 95 % interval, looked at after each stream, is wrong several times as often."""
+    """Negative control: a fixed 95 % interval, looked at as often, is wrong several times as often."""
     errors = 0
     for seed in range(60):
-        rng = np.random.default_rng(seed)
         trial = Trial("c", "l", 0.0)
-        for _ in range(1500):
-            is_candidate = bool(rng.random() < 0.5)
-            trial.add(stream(rng, "c" if is_candidate else "l", 3.0), is_candidate=is_candidate)
+        for i, (is_candidate, stream) in enumerate(equals(seed, 0.5, 1500)):
+            trial.add(stream, i, is_candidate=is_candidate)
             one, other = trial.steps.candidate, trial.steps.control
-            if min(one.num, other.num) >= 20:
+            if i % 5 == 0 and min(one.num, other.num) >= 20:
                 error = (one.variance + other.variance) ** 0.5
                 if abs(one.value - other.value) > 1.96 * error:
                     errors += 1
@@ -200,6 +214,65 @@ def test_a_candidate_of_no_gain_passes_at_the_end_of_its_time_and_a_bad_one_does
     unlucky.loaded()
     unlucky.serve(3000, {"base": 3.0, "new": 2.7})
     assert unlucky.kinds()[-1] == "rolled_back"
+
+
+def test_where_drafting_is_off_a_canary_waits_and_says_why() -> None:
+    """Both arms have one token per step: not worse, and no evidence. It goes on as soon as drafts are tried again."""
+    world = offered(canary_max_s=60)
+    world.loaded()
+    world.serve(1700, {"base": 3.0, "new": 3.0}, drafted=False)  # 170 s
+
+    lane = world.rollout.default
+    assert lane.stage == "canary" and lane.trial is not None and lane.trial.num > 300
+    assert lane.trial.is_weak and lane.trial.view()["is_weak"]
+    assert "drafts were tried in none of its" in lane.reason and "0 of 100" in lane.reason
+
+    world.serve(1700, {"base": 2.0, "new": 3.0})
+
+    assert world.kinds()[-1] == "promoted" and "weak" not in world.log[-1].reason
+
+
+def test_with_drafting_off_for_good_it_goes_live_on_the_gates_word_and_is_watched_for_longer() -> None:
+    """After three times its time; or never would a better draft come where a bad one has drafting switched off."""
+    world = offered(canary_max_s=60, watch_s=30)
+    world.loaded()
+    levels = {"base": 3.0, "new": 3.0}
+
+    world.serve(3000, levels, drafted=False)
+    assert world.kinds()[-1] == "promoted" and world.now == pytest.approx(PATIENCE * 60, abs=1)
+    assert world.log[-1].reason.startswith("weak evidence: drafts were tried in none of its")
+    began = world.now
+    world.serve(3000, levels, drafted=False)
+
+    assert world.kinds()[-1] == "kept" and world.now - began == pytest.approx(PATIENCE * 30, abs=1)
+    assert world.log[-1].reason.startswith("weak evidence")
+
+
+def test_with_drafting_off_what_only_an_operator_vouches_for_does_not_go_live() -> None:
+    """The gate may have refused it: without evidence it is a candidate as before, and nothing is frozen for it."""
+    world = World(config=CONFIG.model_copy(update={"canary_max_s": 60}))
+    world.log += world.rollout.offer("new", "", 0.0, actor="ops")
+    world.loaded()
+
+    world.serve(3000, {"base": 3.0, "new": 3.0}, drafted=False)
+
+    assert world.kinds()[-1] == "aborted" and world.plan.live == "base"
+    assert "weak evidence" in world.log[-1].reason and world.rollout.default.frozen_until == 0
+
+
+def test_a_watch_without_evidence_still_takes_back_what_turns_out_worse() -> None:
+    """Drafting comes back while it is watched for longer, and it is worse than its predecessor."""
+    world = offered(canary_max_s=60, watch_s=120)
+    world.loaded()
+    levels = {"base": 3.0, "new": 2.2}
+    world.serve(3000, levels, drafted=False)
+    assert world.plan.live == "new"
+    world.serve(1300, levels, drafted=False)
+    assert world.rollout.default.stage == "watch" and "watched for longer" in world.rollout.default.reason
+
+    world.serve(1500, levels)
+
+    assert world.kinds()[-1] == "rolled_back" and world.plan.live == "base"
 
 
 def test_without_traffic_a_canary_waits() -> None:
@@ -221,8 +294,8 @@ def test_streams_of_other_versions_do_not_count() -> None:
     rng = world.rng
     world.rollout.served([stream(rng, "base", 3, request_id=r) for r in mine], plan, 1.0)
     assert trial.num == 0
-    world.rollout.served([stream(rng, "", 1, request_id=r) for r in mine], plan, 1.0)
-    assert trial.num == len(mine)
+    world.rollout.served([stream(rng, "", 1, request_id=r, drafted=False) for r in mine], plan, 1.0)
+    assert trial.num == len(mine) and trial.num_drafted == 0
 
 
 def test_a_pinned_version_is_changed_by_nobody_but_operators() -> None:
