@@ -24,6 +24,7 @@ from paceline.cluster.speculation import prefix_hash
 from paceline.cluster.types import DraftOpen, DraftTree
 from paceline.kernels.decide import best
 from paceline.workers.adjust import Changes, TokenCounts, apply_changes
+from paceline.workers.draft_spine import extend_spines, is_plain
 from paceline.workers.draft_stream import DraftStream, Level
 from paceline.workers.model_batch import BatchBuilder
 from paceline.workers.model_runner import ModelRunner
@@ -49,14 +50,19 @@ class DraftEngine:
         metrics: Metrics | None = None,
         prefix_cache: bool = True,
         keep_levels: bool = True,
+        repeats: bool = True,
     ) -> None:
-        """`keep_levels` False is the plain twin: each proposal is drafted from its first level on."""
+        """`keep_levels` False is the plain twin: each proposal is drafted from its first level on.
+
+        `repeats` False is that of `extend_spines`: a batch is built for each level.
+        """
         self.runner = runner
         """What drafts for streams of which nothing else is said."""
         self._cache = runner.cache
         self._choose: Choice = lambda request_id, tenant, domain: self.runner
         self._metrics = metrics or Metrics()
         self._keep_levels = keep_levels
+        self._repeats = repeats
         self._prefix_cache = prefix_cache
         self.pool = BlockPool(runner.cache.num_blocks, runner.cache.block_size)
         self._token_budget = token_budget
@@ -316,6 +322,8 @@ class DraftEngine:
         while active:
             self._extend(active, width)
             self._metrics.draft_levels.labels("asked").inc(len(active))
+            if self._repeats:
+                self._extend_on(active, depth, width, floor)
             active = [stream for stream in active if stream.num_levels(depth, floor) is None]
         trees: list[DraftTree] = []
         for stream in streams:
@@ -352,6 +360,12 @@ class DraftEngine:
         """One level more for each: behind its spine, or behind its last token if it has none."""
         for members in _by_weights(streams):
             self._extend_alike(members, width)
+
+    def _extend_on(self, streams: list[DraftStream], depth: int, width: int, floor: float) -> None:
+        """The levels behind the first, of streams for which that is quick."""
+        for members in _by_weights([stream for stream in streams if is_plain(stream)]):
+            num = extend_spines(members, self.pool, self._noise, depth=depth, width=width, floor=floor)
+            self._metrics.draft_levels.labels("asked").inc(num)
 
     def _extend_alike(self, streams: list[DraftStream], width: int) -> None:
         builder = BatchBuilder(self._cache)

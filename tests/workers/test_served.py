@@ -109,7 +109,7 @@ def test_a_draft_that_another_source_agrees_with_is_not_counted_as_wrong(
             Proposes("draft", SOURCE_DRAFT, text, 3, wrong_at=2, score=0.7),
         ]
     )
-    engine = Engine(runner, token_budget=64, max_streams=2, drafter=fused)
+    engine = Engine(runner, token_budget=64, max_streams=2, drafter=fused, compares_drafts=True)
     figures = StreamFigures()
     added = engine.add(REQUEST)
     while engine.has_work:
