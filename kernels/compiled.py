@@ -1,13 +1,16 @@
 """A Python loop over arrays -> the same loop compiled for this machine, on its first call (CPU, numba).
 
 Compiled loops are kept beside their source or in the user's cache; where neither can be written they are compiled
-again in each process. The cache knows the file a loop stands in and no other: a compiled loop never calls one of
-another file, or an old copy of that would live on unseen.
+again in each process. The cache knows the file a loop stands in and the modules that the loop says it uses, no other: a
+compiled loop never calls one of another file, or an old copy of that would live on unseen.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numba
@@ -16,13 +19,28 @@ FLAGS = frozenset({"reassoc", "contract", "arcp", "nsz"})
 """What the compiler may do with floats: reorder sums inside a loop, never assume away NaN or infinity."""
 
 
-def compiled(function: Any) -> Any:
-    """Compile a loop; it runs without Python's lock. Its bits depend on its arguments and on the machine alone."""
+def compiled(function: Any, *, uses: Sequence[ModuleType] = ()) -> Any:
+    """Compile a loop; it runs without Python's lock. Its bits depend on its arguments and on the machine alone.
+
+    `uses`: modules whose intrinsics are compiled into it. Where they changed, it is compiled again.
+    """
     how: dict[str, Any] = {"nogil": True, "fastmath": set(FLAGS), "error_model": "numpy"}
     try:
-        return numba.njit(cache=True, **how)(function)
+        made = numba.njit(cache=True, **how)(function)
+        if uses:
+            # numba has no setting for it: what it compares is the stamp of the loop's own file.
+            index = made._cache._cache_file
+            index._source_stamp = (index._source_stamp, *(_stamp(module) for module in uses))
+        return made
     except RuntimeError:  # numba: no place to keep it
         logging.getLogger(__name__).warning(
             "no folder for compiled loops can be written: set NUMBA_CACHE_DIR, or each start takes seconds longer"
         )
         return numba.njit(**how)(function)
+
+
+def _stamp(module: ModuleType) -> tuple[float, int]:
+    """When a module's file was changed, and its size."""
+    assert module.__file__ is not None
+    found = Path(module.__file__).stat()
+    return found.st_mtime, found.st_size

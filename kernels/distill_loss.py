@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from paceline.kernels.dispatch import Backend, backend_of
+
 _SMALLEST = 1e-7
 """A share of the rest bucket below this is rounding of float32 sums."""
 
@@ -79,15 +81,23 @@ class _KeptLogShares(torch.autograd.Function):
         return grad_NV.scatter_add_(-1, ids_NM, grad_NM), None, None
 
 
-def draft_shares(logits_NV: Tensor, top_ids_NM: Tensor, temperatures_N: Tensor) -> Shares:
+def draft_shares(
+    logits_NV: Tensor, top_ids_NM: Tensor, temperatures_N: Tensor, *, backend: Backend | None = None
+) -> Shares:
     """The draft's shares of the tokens that the target's row kept, exact at any temperature.
 
     Args:
         logits_NV: float32, gradients flow to it.
         top_ids_NM: int64, each id once in a row.
         temperatures_N: float32 > 0.
+        backend: "triton" or "reference"; the default is Triton on a GPU, where bfloat16 logits will do as well.
     """
-    log_kept_NM: Tensor = _KeptLogShares.apply(logits_NV, top_ids_NM, temperatures_N)  # type: ignore[no-untyped-call]
+    if backend_of(logits_NV, backend) == "triton":
+        from paceline.kernels.distill_loss_triton import KeptLogShares
+
+        log_kept_NM: Tensor = KeptLogShares.apply(logits_NV, top_ids_NM, temperatures_N)  # type: ignore[no-untyped-call]
+    else:
+        log_kept_NM = _KeptLogShares.apply(logits_NV, top_ids_NM, temperatures_N)  # type: ignore[no-untyped-call]
     return Shares(log_kept_NM, 1 - log_kept_NM.exp().sum(-1))
 
 

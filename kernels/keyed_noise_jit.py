@@ -14,8 +14,8 @@ from paceline.kernels.compiled import compiled
 
 
 @compiled
-def _uniforms(seeds, positions, choices, prompts, num_ids, negative_u):
-    """int64 [R] each -> negative_u float64 [R, >= num_ids, a multiple of 4]: -u of every id."""
+def _uniforms(seeds, positions, choices, prompts, num_ids, first_group, negative_u):
+    """int64 [R] each -> negative_u float64 [R, >= num_ids, a multiple of 4]: -u of ids from 4 * first_group on."""
     low = np.uint64(0xFFFFFFFF)
     half = np.uint64(32)
     m0, m1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
@@ -27,7 +27,7 @@ def _uniforms(seeds, positions, choices, prompts, num_ids, negative_u):
         position, choice, prompt = np.uint64(positions[r]), np.uint64(choices[r]), np.uint64(prompts[r])
         for group in range(num_groups):
             k0, k1 = seed & low, seed >> half
-            c0, c1, c2, c3 = np.uint64(group), position, choice, prompt
+            c0, c1, c2, c3 = np.uint64(first_group + group), position, choice, prompt
             for _ in range(10):
                 p0, p1 = c0 * m0, c2 * m1
                 c0, c1, c2, c3 = (p1 >> half) ^ c1 ^ k0, p1 & low, (p0 >> half) ^ c3 ^ k1, p0 & low
@@ -39,11 +39,16 @@ def _uniforms(seeds, positions, choices, prompts, num_ids, negative_u):
 
 
 def gumbel_vocabulary(
-    seeds_R: Tensor, positions_R: Tensor, choices_R: Tensor, prompts_R: Tensor, num_ids: int
+    seeds_R: Tensor,
+    positions_R: Tensor,
+    choices_R: Tensor,
+    prompts_R: Tensor,
+    num_ids: int,
+    first_id: int = 0,
 ) -> Tensor:
     """See `paceline.kernels.keyed_noise.gumbel_vocabulary`."""
     negative_u = torch.empty(len(seeds_R), -(-num_ids // 4) * 4, dtype=torch.float64)
     keys = (tensor.contiguous().numpy() for tensor in (seeds_R, positions_R, choices_R, prompts_R))
-    _uniforms(*keys, num_ids, negative_u.numpy())
+    _uniforms(*keys, num_ids, first_id // 4, negative_u.numpy())
     e = negative_u[:, :num_ids].log1p().neg_()
     return e.to(torch.float32).log_().neg_()

@@ -61,10 +61,15 @@ def gumbel(
 
 
 def gumbel_vocabulary(
-    seeds_R: Tensor, positions_R: Tensor, choices_R: Tensor, prompts_R: Tensor, num_ids: int
+    seeds_R: Tensor,
+    positions_R: Tensor,
+    choices_R: Tensor,
+    prompts_R: Tensor,
+    num_ids: int,
+    first_id: int = 0,
 ) -> Tensor:
     """See `paceline.kernels.keyed_noise.gumbel_vocabulary`."""
-    groups = torch.arange((num_ids + 3) // 4)
+    groups = first_id // 4 + torch.arange((num_ids + 3) // 4, device=seeds_R.device)
     counter = (groups[None, :], positions_R[:, None], choices_R[:, None], prompts_R[:, None])
     words = torch.stack(philox4x32(counter, _key(seeds_R)), dim=-1)  # [R, groups, 4]
     return noise_from_words(words.reshape(len(seeds_R), -1)[:, :num_ids])

@@ -50,6 +50,7 @@ def tree_attention(
     scaling: float,
     window: int | None,
     softcap: float | None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """See `paceline.kernels.tree_attention.tree_attention`."""
     out = torch.empty(q_THD.shape[0], q_THD.shape[1], v_pool_GSD.shape[-1])
@@ -62,6 +63,7 @@ def tree_attention(
         scaling=scaling,
         window=window,
         softcap=softcap,
+        sinks_H=None if sinks_H is None else sinks_H.float().numpy(),
     )
     return out
 
@@ -76,10 +78,12 @@ def attend(
     scaling: float,
     window: int | None,
     softcap: float | None,
+    sinks_H: FloatArray | None = None,
 ) -> None:
     """The same on arrays, C-contiguous, into `out_THD`."""
     parts = _parts(plan, q_THD.shape[1])
     settings = (np.float32(scaling), np.int64(window or 0), np.float32(softcap or 0.0))
+    sinks = np.empty(0, np.float32) if sinks_H is None else sinks_H
 
     def run(rows: tuple[int, int]) -> None:
         _attend_rows(
@@ -95,6 +99,7 @@ def attend(
             plan.tables,
             plan.block_size,
             *settings,
+            sinks,
             out_THD,
         )
 
@@ -119,7 +124,7 @@ def _parts(plan: AttentionPlan, num_heads: int) -> list[tuple[int, int]]:
 @compiled
 def _attend_rows(
     first, stop, q, k_pool, v_pool, row_segment, positions, num_leading, own_start, own, tables, block_size,
-    scaling, window, softcap, out,
+    scaling, window, softcap, sinks, out,
 ):  # fmt: skip
     num_kv, num_heads, dim, dim_v = k_pool.shape[0], q.shape[1], q.shape[2], v_pool.shape[2]
     group = num_heads // num_kv
@@ -133,6 +138,7 @@ def _attend_rows(
     lanes = np.empty(16, np.float32)
     part = np.empty((group, dim_v), np.float32)
     total = np.empty((group, dim_v), np.float64)
+    weights = np.zeros(group, np.float64)
     for row in range(first, stop):
         num = _slots_of(
             row, row_segment, positions, num_leading, own_start, own, tables, block_size, window, slots
@@ -149,6 +155,9 @@ def _attend_rows(
                 if softcap > 0:
                     for i in range(num):
                         scores[h, i] = np.tanh(scores[h, i] / softcap) * softcap
+                if len(sinks) > 0:  # one more key, without a value
+                    top = _largest(scores[h], num, lanes)
+                    weights[h] = np.exp(np.float64(sinks[g * group + h]) - np.float64(top))
                 _exp_less_max(scores[h], num, exponents, powers, lanes)
                 for d in range(dim_v):
                     total[h, d] = 0.0
@@ -180,7 +189,7 @@ def _attend_rows(
                         total[h, d] += part[h, d]
                 start = end
             for h in range(group):
-                weight = 0.0
+                weight = weights[h]
                 start = 0
                 while start < num:
                     p_sum = np.float32(0)

@@ -21,6 +21,7 @@ def tree_attention(
     scaling: float,
     window: int | None,
     softcap: float | None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """See `paceline.kernels.tree_attention.tree_attention`."""
     num_heads, num_kv = q_THD.shape[1], k_pool_GSD.shape[0]
@@ -38,5 +39,9 @@ def tree_attention(
         scores = torch.einsum("ghd,gcd->ghc", q_HD.view(num_kv, num_heads // num_kv, -1), k_GCD) * scaling
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
-        out[row] = torch.einsum("ghc,gcd->ghd", scores.softmax(-1), v_GCD).reshape(num_heads, -1)
+        weights = scores.softmax(-1)
+        if sinks_H is not None:
+            sinks = sinks_H.float().view(num_kv, -1, 1)
+            weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+        out[row] = torch.einsum("ghc,gcd->ghd", weights, v_GCD).reshape(num_heads, -1)
     return out

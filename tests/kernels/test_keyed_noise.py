@@ -76,6 +76,10 @@ def test_vocabulary_shards_agree_with_the_whole(split: int) -> None:
     parts = [gumbel(*key, torch.arange(split)), gumbel(*key, torch.arange(split, 211))]
 
     assert torch.equal(torch.cat(parts, dim=1), whole)
+    if split % 4 == 0:
+        for backend in ("jit", "reference"):
+            part = gumbel_vocabulary(*key, 211 - split, first_id=split, backend=backend)
+            assert torch.equal(part, whole[:, split:])
 
 
 def test_noise_agrees_with_the_oracle() -> None:

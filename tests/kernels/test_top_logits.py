@@ -46,3 +46,16 @@ def test_no_rows_are_no_rows() -> None:
     assert top_logits(np.empty((0, 9), np.float32), 3)[0].shape == (0, 3)
     whole = odd_rows(64)
     assert np.array_equal(top_logits(whole[3:5], 5)[0], top_logits(whole, 5)[0][3:5])
+
+
+def test_only_wanted_rows_are_read_and_in_the_order_asked_for() -> None:
+    """Capture wants rows of accepted nodes, of all that a step has; zeros of either sign are equals."""
+    logits = odd_rows(300)
+    logits[2] = np.where(np.arange(300) % 2 == 0, -0.0, 0.0)
+    wanted = [7, 2, 2, 11]
+    both = [top_logits(logits, 40, rows=wanted, backend=backend) for backend in ("jit", "reference")]
+
+    for mine, plain, all_rows in zip(*both, top_logits(logits, 40), strict=True):
+        assert np.array_equal(mine, all_rows[wanted])
+        assert np.allclose(mine, plain, rtol=1e-6, atol=2e-5)
+    assert both[0][0][1].tolist() == list(range(40))

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from paceline.kernels.attention_pieces import Cut, Pieces, plan_pieces
 from paceline.kernels.tree_attention import AttentionPlan, tree_attention
+from paceline.kernels.varlen_context import why_not_varlen
 
 TOLERANCE = 2e-5  # float32
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SPLIT = Cut(rows_per_tile=8, block_keys=32, num_programs=3, split=32, min_shared=8)
+SHARES = Cut(rows_per_tile=16, block_keys=16, num_programs=5, split=None, min_shared=8)
 NUM_BLOCKS, BLOCK_SIZE = 80, 4
 MIXED = [("chunk", 0, 5), ("tree", 9, 7), ("chunk", 13, 3), ("tree", 0, 1), ("tree", 30, 1), ("tree", 3, 17)]
 
@@ -19,22 +27,42 @@ def path_to(parents: list[int], node: int) -> list[int]:
     return [*path_to(parents, parents[node]), node] if node >= 0 else []
 
 
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, *, backend: str = "jit", **how: Any
+) -> Tensor:
+    """The op, where its back-end runs: Triton's on the GPU if there is one."""
+    device = DEVICE if backend == "triton" else "cpu"
+    if how.get("sinks_H") is not None:
+        how["sinks_H"] = how["sinks_H"].to(device)
+    return tree_attention(q.to(device), k.to(device), v.to(device), plan, backend=backend, **how).cpu()
+
+
 class Packed:
     """Random segments over a shuffled pool, kept beside a plain description of what each row may see.
 
-    `shuffled` trees give their nodes random places, so that hardly any path is a run of keys.
+    `shuffled` trees give their nodes random places, so that hardly any path is a run of keys. `prefix`: contexts of at
+    least so many keys begin with the same blocks; half of those go on alike for as many keys again.
     """
 
     def __init__(
-        self, seed: int, specs: list[tuple[str, int, int]], heads: int = 4, groups: int = 2, dim: int = 8
+        self,
+        seed: int,
+        specs: list[tuple[str, int, int]],
+        heads: int = 4,
+        groups: int = 2,
+        dim: int = 8,
+        prefix: int = 0,
     ) -> None:
         generator = np.random.default_rng(seed)
         free = list(generator.permutation(NUM_BLOCKS))
+        common = [int(free.pop()) for _ in range(2 * prefix // BLOCK_SIZE)]
         self.seen: list[list[int]] = []
         """Slots of the keys of each row, in order of position."""
         tables, segment, positions, leading, own_start, own = [], [], [], [], [0], []
         for kind, context, num in specs:
-            table = [int(free.pop()) for _ in range(-(-(context + num) // BLOCK_SIZE))]
+            level = 0 if context < prefix else 1 if context < 2 * prefix or len(tables) % 2 else 2
+            table = common[: level * prefix // BLOCK_SIZE]
+            table += [int(free.pop()) for _ in range(-(-(context + num) // BLOCK_SIZE) - len(table))]
             parents = [
                 -1,
                 *(int(generator.integers(0, n)) if kind == "tree" else n - 1 for n in range(1, num)),
@@ -63,12 +91,21 @@ class Packed:
         self.k, self.v = (torch.randn(groups, NUM_BLOCKS * BLOCK_SIZE, dim, generator=draw) for _ in range(2))
         self.scaling = dim**-0.5
 
-    def run(self, window: int | None = None, softcap: float | None = None, backend: str = "jit") -> Tensor:
+    def run(
+        self,
+        window: int | None = None,
+        softcap: float | None = None,
+        backend: str = "jit",
+        sinks: Tensor | None = None,
+        cut: Cut | None = None,
+    ) -> Tensor:
         """The op itself."""
-        how = {"scaling": self.scaling, "window": window, "softcap": softcap}
-        return tree_attention(self.q, self.k, self.v, self.plan, backend=backend, **how)
+        how = {"scaling": self.scaling, "window": window, "softcap": softcap, "sinks_H": sinks, "cut": cut}
+        return attention(self.q, self.k, self.v, self.plan, backend=backend, **how)
 
-    def expected(self, window: int | None = None, softcap: float | None = None) -> np.ndarray:
+    def expected(
+        self, window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None
+    ) -> np.ndarray:
         """One row and one head at a time."""
         q, k, v = (tensor.double().numpy() for tensor in (self.q, self.k, self.v))
         share = q.shape[1] // k.shape[0]
@@ -80,7 +117,8 @@ class Packed:
                 if softcap is not None:
                     scores = np.tanh(scores / softcap) * softcap
                 weight = np.exp(scores - scores.max())
-                out[row, head] = weight / weight.sum() @ v[head // share, slots]
+                sink = 0.0 if sinks is None else np.exp(float(sinks[head]) - scores.max())
+                out[row, head] = weight / (weight.sum() + sink) @ v[head // share, slots]
         return out
 
 
@@ -239,3 +277,239 @@ def test_threads_change_no_bit() -> None:
         torch.set_num_threads(before)
 
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+# --- cut for a GPU: the kernel in Triton's interpreter, and its plain twin ------------------------------
+
+LARGE = [("tree", 69, 40), ("chunk", 75, 9), ("tree", 64, 3), ("chunk", 0, 3), ("tree", 2, 5)]
+"""Some behind a prefix in two levels; a tree of more nodes than a mask word has bits."""
+PREFIX = 32
+
+
+def large(heads: int = 6, groups: int = 2, dim: int = 8, seed: int = 0) -> Packed:
+    return Packed(seed, LARGE, heads, groups, dim, prefix=PREFIX)
+
+
+@pytest.fixture(params=["pieces", "triton"])
+def backend(request: pytest.FixtureRequest) -> str:
+    if request.param == "triton":
+        pytest.importorskip("triton")
+    return str(request.param)
+
+
+@pytest.mark.parametrize("cut", [SPLIT, SHARES], ids=["split", "shares"])
+@pytest.mark.parametrize(
+    ("heads", "groups", "dim", "window", "softcap", "has_sinks"),
+    [
+        (6, 2, 8, None, None, False),
+        (4, 1, 16, 7, None, True),
+        (3, 3, 5, 30, 1.5, False),
+        (8, 2, 20, 1, None, True),
+    ],
+)
+def test_pieces_equal_plain_masked_softmax(
+    heads: int,
+    groups: int,
+    dim: int,
+    window: int | None,
+    softcap: float | None,
+    has_sinks: bool,
+    cut: Cut,
+    backend: str,
+) -> None:
+    """Shared prefixes, long trees, windows that cut through them, caps and sinks; however the work is cut."""
+    packed = large(heads, groups, dim)
+    sinks = torch.linspace(-2, 4, heads) if has_sinks else None
+
+    found = packed.run(window, softcap, backend, sinks, cut)
+    assert worst(found, packed.expected(window, softcap, sinks)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["jit", "reference"])
+@pytest.mark.parametrize("window", [None, 5])
+def test_sinks_take_their_share(name: str, window: int | None) -> None:
+    """A sink is a key without a value; one far below every score changes nothing, one far above takes all."""
+    packed = Packed(8, MIXED, 6, 2, 8)
+    sinks = torch.tensor([0.0, 3.0, -1e4, 600.0, 10.0, -3.0])
+    found = packed.run(window, None, name, sinks)
+
+    assert worst(found, packed.expected(window, None, sinks)) < TOLERANCE
+    assert torch.equal(found[:, 2], packed.run(window, None, name)[:, 2])
+    assert float(found[:, 3].abs().max()) < 1e-30
+
+
+def test_a_half_precision_pool_is_read_by_the_kernel() -> None:
+    """float16 in and out, float32 between: as near as its ten bits allow. (The interpreter has no bfloat16 products.)"""
+    pytest.importorskip("triton")
+    packed = large(8, 2, 16)
+    packed.q, packed.k, packed.v = packed.q.half(), packed.k.half(), packed.v.half()
+    found = packed.run(backend="triton", cut=SHARES)
+
+    assert found.dtype == torch.float16
+    assert TOLERANCE < worst(found, packed.expected()) < 4e-3
+
+
+@pytest.mark.parametrize("wrong", ["bits", "ranks", "base", "leading", "merge_entry", "tables"])
+def test_one_wrong_number_in_the_pieces_is_noticed(wrong: str) -> None:
+    """Negative control: every array of the pieces matters, and a kernel that ignored one would be noticed."""
+    packed = large()
+    window = 3 if wrong == "ranks" else None
+    assert worst(packed.run(window, backend="pieces", cut=SPLIT), packed.expected(window)) < TOLERANCE
+    ((pieces, _),) = packed.plan.pieces.values()
+    array = getattr(pieces, wrong)
+    if wrong == "merge_entry":
+        array[0] = array[-1]
+    elif wrong == "ranks":
+        array[:40, 1] -= 4
+    elif wrong == "base":
+        array[:40] -= 1
+    elif wrong == "bits":
+        array[30, 0] ^= 1 << 3
+    elif wrong == "tables":
+        array[0, 0] = array[1, -1]
+    else:
+        array[0] -= 1
+
+    assert worst(packed.run(window, backend="pieces", cut=SPLIT), packed.expected(window)) > 10 * TOLERANCE
+
+
+def test_a_common_prefix_is_read_once() -> None:
+    """Keys that pieces read: those of both levels of the prefix once, not once for each of the streams."""
+    packed = large()
+    arrays = plan_pieces(packed.plan, SHARES)
+    alone = plan_pieces(packed.plan, Cut(16, 16, 5, None, min_shared=1 << 20))
+
+    def num_read(arrays: dict[str, np.ndarray]) -> int:
+        return int((arrays["piece_stop"] - arrays["piece_start"]).sum())
+
+    # 40, 9 and 3 rows share the first 32 keys, the 40 and the 3 the next 32; a tile holds 16 rows.
+    assert num_read(alone) - num_read(arrays) == PREFIX * ((3 + 1 + 1) - 4) + PREFIX * ((3 + 1) - 3)
+
+
+def test_work_is_dealt_in_equal_shares() -> None:
+    """No program has more than one key tile above the average, however uneven the contexts."""
+    specs = [("tree", 1, 3), ("tree", 120, 2), ("tree", 7, 1), ("chunk", 20, 30), ("tree", 60, 5)]
+    packed = Packed(1, specs)
+    cut = Cut(rows_per_tile=4, block_keys=4, num_programs=7, split=None, min_shared=1 << 20)
+    arrays = plan_pieces(packed.plan, cut)
+    tiles = -(-(arrays["piece_stop"] - arrays["piece_start"]) // cut.block_keys)
+    bounds = arrays["program_start"]
+    shares = [int(tiles[a:b].sum()) for a, b in pairwise(bounds)]
+
+    assert sum(shares) == tiles.sum() and bounds[0] == 0 and bounds[-1] == len(tiles)
+    assert max(shares) <= -(-sum(shares) // 7)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_with_fixed_cuts_a_row_has_the_same_bits_in_any_batch(window: int | None, backend: str) -> None:
+    """Alone, and beside others with whom it shares its prefix or not; with shares of the batch it may differ."""
+    packed = large(4, 2, 16)
+    together = packed.run(window, backend=backend, cut=SPLIT)
+    for start, stop in ((0, 40), (40, 49), (55, 60)):
+        rows = slice(start, stop)
+        alone = attention(
+            packed.q[rows],
+            packed.k,
+            packed.v,
+            rows_of(packed, rows),
+            scaling=packed.scaling,
+            window=window,
+            backend=backend,
+            cut=SPLIT,
+        )
+
+        assert torch.equal(alone, together[rows])
+
+
+def test_nan_stays_in_its_stream(backend: str) -> None:
+    """A poisoned key of one stream's tree spoils rows of that stream at most, those that see it in any case."""
+    packed = large()
+    clean = packed.run(backend=backend, cut=SPLIT)
+    slot = packed.seen[20][-1]
+    packed.v[:, slot] = torch.nan
+    found = packed.run(backend=backend, cut=SPLIT)
+
+    assert found[[slot in seen for seen in packed.seen]].isnan().all()
+    assert torch.equal(found[40:], clean[40:])
+
+
+def plain_context(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    pieces: Pieces,
+    context: Tensor,
+    partial: Tensor,
+    lse: Tensor,
+    *,
+    block_size: int,
+    scaling: float,
+) -> None:
+    """What `varlen_context` does, which needs a GPU: the first keys of each segment, for all of its rows."""
+    bounds = pieces.segment_start.tolist()
+    for (start, stop), length, table in zip(
+        pairwise(bounds), context.tolist(), pieces.tables.long(), strict=True
+    ):
+        keys = torch.arange(length)
+        slots = table[keys // block_size] * block_size + keys % block_size
+        rows = q[start:stop].unflatten(1, (k_pool.shape[0], -1))
+        scores = torch.einsum("rghd,gcd->rghc", rows, k_pool[:, slots]) * scaling
+        lse[start:stop] = scores.logsumexp(-1).flatten(1)
+        partial[start:stop] = torch.einsum("rghc,gcd->rghd", scores.softmax(-1), v_pool[:, slots]).flatten(
+            1, 2
+        )
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the real one is tested there")
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_a_context_read_by_others_is_merged_with_the_rest(
+    has_sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashAttention gives the part that all rows of a stream see, this kernel the chunks' and trees' own part."""
+    kernel = pytest.importorskip("paceline.kernels.tree_attention_triton")
+    monkeypatch.setattr(kernel, "varlen_context", plain_context)
+    packed = large(6, 2, 8)
+    sinks = torch.linspace(-2, 4, 6) if has_sinks else None
+    how = {"scaling": packed.scaling, "sinks_H": sinks, "cut": SPLIT, "context": "varlen"}
+    found = attention(packed.q, packed.k, packed.v, packed.plan, backend="triton", **how)
+    ((pieces, _),) = packed.plan.pieces.values()
+
+    assert worst(found, packed.expected(None, None, sinks)) < TOLERANCE
+    assert int(pieces.piece_start[pieces.tile_segment[pieces.piece_tile] == 0].min()) == 69
+
+
+def test_varlen_says_why_not() -> None:
+    """On a CPU, first of all."""
+    assert why_not_varlen(torch.zeros(1, 256, 64), 256, window=None, softcap=None) == "no CUDA device"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@pytest.mark.parametrize("context", ["triton", "varlen"])
+def test_bfloat16_on_a_gpu(context: str) -> None:
+    """Blocks of 256 keys, as FlashAttention wants them; long contexts behind a common one."""
+    draw = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(2, 256 * 40, 128, generator=draw) for _ in range(2))
+    specs = [(700, 9), (3000, 5), (514, 1), (2049, 33)]
+    tables = np.stack([np.concatenate([np.arange(2), np.arange(2 + 9 * i, 2 + 9 * i + 9)]) for i in range(4)])
+    segment, positions, leading = [], [], []
+    for at, (start, num) in enumerate(specs):
+        segment += [at] * num
+        positions += range(start, start + num)
+        leading += range(start + 1, start + num + 1)
+    num_rows = len(positions)
+    plan = AttentionPlan(
+        tables.astype(np.int32),
+        256,
+        np.asarray(segment, np.int32),
+        np.asarray(positions, np.int64),
+        np.asarray(leading, np.int32),
+        np.zeros(num_rows + 1, np.int32),
+        np.zeros(0, np.int32),
+    )
+    q = torch.randn(num_rows, 8, 128, generator=draw)
+    q, k, v = (tensor.bfloat16() for tensor in (q, k, v))
+    wanted = tree_attention(q.float(), k.float(), v.float(), plan, scaling=128**-0.5, backend="reference")
+    found = attention(q, k, v, plan, backend="triton", scaling=128**-0.5, context=context)
+
+    assert float((found.float() - wanted).abs().max()) < 0.02
