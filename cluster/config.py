@@ -30,6 +30,9 @@ class ModelConfig(Section):
     """Folder with config.json, tokenizer.json and safetensors; a relative path is looked up among the bundled models."""
     draft: str = "bundled/draft"
     """Same for the draft model. It must use the target's tokenizer."""
+    int8_weights: bool = False
+    """LOSSY: the target's weights rounded to int8 with one scale for each output, on CPU. Steps read half the memory or
+    less; what the model says changes, and is another version. Texts are then exact for the rounded model."""
 
 
 class GatewayConfig(Section):
@@ -68,6 +71,8 @@ class RouterConfig(Section):
 
     num_cpus: Cpus = 0.05
     """Ray's share for placement, not a limit."""
+    resources: Resources = Field(default={})
+    """As for the gateway."""
 
 
 class EngineConfig(Section):
@@ -86,18 +91,27 @@ class EngineConfig(Section):
     token_budget: Annotated[int, Field(ge=16, le=65536)] = 256
     """Tokens in one step: decode nodes first, prefill chunks fill the rest."""
     num_gpus: Annotated[float, Field(ge=0, le=256)] = 0.0
-    """Ray's share of GPUs for placement."""
+    """Ray's share of GPUs for placement. Above 0 a worker of one rank computes there: bfloat16, steps from CUDA graphs."""
     resources: Resources = Field(default={})
     """Custom Ray resources that a replica takes: nodes that offer them get this role, for example {decode_node: 1}."""
     max_per_node: Annotated[int, Field(ge=0, le=1024)] = 0
     """Replicas of this role on one node, at most; 1 spreads them so that a node's death costs one. 0: no limit."""
 
 
-class PrefillConfig(EngineConfig):
+class TargetConfig(EngineConfig):
+    """What workers that run the target have in common."""
+
+    tp: Annotated[int, Field(ge=1, le=64)] = 1
+    """Ranks that share one worker's target, all on one node (tensor parallelism): it must divide the target's attention
+    heads, and divide its KV heads or be a multiple of them. `threads`, `num_cpus`, `num_gpus`, `resources` and
+    `kv_memory_mb` are of each rank. Prefill and decode workers may differ. The text does not depend on it."""
+
+
+class PrefillConfig(TargetConfig):
     """Workers that compute prompts."""
 
 
-class DecodeConfig(EngineConfig):
+class DecodeConfig(TargetConfig):
     """Workers that generate. Without prefill workers they compute prompts too; without draft workers, no drafts."""
 
     replicas: Annotated[int, Field(ge=1, le=1024)] = 1
@@ -175,8 +189,9 @@ class LinkConfig(Section):
     interface: str = "127.0.0.1"
     """What all worker sockets bind to: frames, the link store and gloo's device. An address; `node`, the address by
     which Ray knows each node; or a network such as 10.1.0.0/16, in which each node has one. Never all interfaces."""
-    backend: Literal["gloo", "strict_fifo"] = "gloo"
-    """What carries KV. strict_fifo: gloo that also refuses what NCCL would not survive; for tests."""
+    backend: Literal["gloo", "shm", "cuda_ipc", "strict_fifo"] = "gloo"
+    """What carries KV. shm and cuda_ipc: memory of the host, or of one GPU, that two workers of one node map; a worker of
+    another node then computes its prompts itself. strict_fifo: gloo that also refuses what NCCL would not survive; for tests."""
     overlap: bool = True
     """Compute a prompt's next layers while the last ones are sent. Off to see what that is worth."""
     timeout_s: Annotated[float, Field(ge=0.2, le=60)] = 3.0
@@ -223,6 +238,10 @@ class KVConfig(Section):
     one of the same `cache_salt` is computed from where it differs. The text never depends on it."""
     min_remote_tokens: Annotated[int, Field(ge=1, le=1 << 20)] = 16
     """Prompts with fewer tokens of KV to compute than this are computed by the decode worker itself."""
+    codec: Literal["none", "int8", "fp8"] = "none"
+    """How KV is coded between prefill and decode workers. LOSSY unless none: int8 and fp8 send one byte an element and a
+    scale for each token and head, a quarter of float32, and round; a text then depends on whether its prompt's KV was
+    sent. For links slower than prefill only; every answer that it touched says so (`kv_source`: `link:int8`)."""
 
 
 class LimitsConfig(Section):
@@ -250,6 +269,29 @@ class ClusterConfig(Section):
     kv: KVConfig = KVConfig()
     limits: LimitsConfig = LimitsConfig()
     learning: LearningConfig = LearningConfig()
+
+    @model_validator(mode="after")
+    def _ranks_or_a_limit_per_node(self) -> ClusterConfig:
+        for role, section in (("prefill", self.prefill), ("decode", self.decode)):
+            if section.tp > 1 and section.max_per_node:
+                raise ValueError(
+                    f"{role}.tp={section.tp}: expected 1 with {role}.max_per_node={section.max_per_node}, or "
+                    f"{role}.max_per_node=0: Ray Serve keeps a worker's ranks on one node, or limits workers on a node"
+                )
+            if section.tp > 1 and 0 < section.num_gpus < 1:
+                raise ValueError(
+                    f"{role}.num_gpus={section.num_gpus}: expected 0, or at least 1 with {role}.tp={section.tp}: "
+                    "ranks cannot share a GPU"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _int8_on_whole_cpus(self) -> ClusterConfig:
+        for role, section in (("prefill", self.prefill), ("decode", self.decode)):
+            for name, value, wanted in (("tp", section.tp, 1), ("num_gpus", section.num_gpus, 0)):
+                if self.model.int8_weights and value != wanted:
+                    raise ValueError(f"{role}.{name}={value}: expected {wanted} with model.int8_weights=true")
+        return self
 
     @property
     def has_trainer(self) -> bool:
@@ -293,13 +335,55 @@ def load_config(source: str | Path | None, settings: Iterable[str] = ()) -> Clus
             raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
         if loaded is not None and not isinstance(loaded, dict):
             raise ConfigError(f"{path}: expected sections such as `decode:`, got {type(loaded).__name__}")
-        tree = dict(loaded or {})
+        tree = over_preset(loaded or {})
     for setting in settings:
         _apply(tree, setting)
+    return check_config(tree)
+
+
+def check_config(tree: Mapping[str, Any]) -> ClusterConfig:
+    """A tree of plain values, which may say `preset: NAME` to stand on one -> the checked configuration.
+
+    Raises:
+        ConfigError: names the field, the value and the legal range.
+    """
     try:
-        return ClusterConfig.model_validate(tree)
+        return ClusterConfig.model_validate(over_preset(tree))
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(item) for item in error.errors())) from None
+
+
+def over_preset(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree laid over the preset that it names, if it names one.
+
+    Raises:
+        ConfigError: there is no such preset.
+    """
+    rest = {name: value for name, value in tree.items() if name != "preset"}
+    if "preset" not in tree:
+        return rest
+    name, known = tree["preset"], presets()
+    if name not in known:
+        raise ConfigError(f"preset={name!r}: expected one of {', '.join(known)}")
+    return _laid_over(ClusterConfig, yaml.safe_load(known[name].read_text()), rest)
+
+
+def _laid_over(
+    section: type[BaseModel], below: Mapping[str, Any], above: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Sections are merged field by field; a field's value, be it a list or a mapping, is replaced."""
+    merged = {**below, **above}
+    for name in below.keys() & above.keys():
+        field = section.model_fields.get(name)
+        kind = field.annotation if field is not None else None
+        values = below[name], above[name]
+        if (
+            isinstance(kind, type)
+            and issubclass(kind, BaseModel)
+            and all(isinstance(v, dict) for v in values)
+        ):
+            merged[name] = _laid_over(kind, *values)
+    return merged
 
 
 def presets() -> dict[str, Path]:

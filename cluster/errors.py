@@ -7,6 +7,7 @@
     |- WireError              a framed connection broke or its peer failed to prove itself
     |- TransferError          KV did not arrive whole, from the right request and incarnation
     |  `- LinkPoisoned        the process group of a link timed out and must be rebuilt
+    |- GangLost               a rank of a tensor-parallel worker died or hangs: the whole worker is replaced
     |- RegistryError          the registry refuses a change, and says by a code why
     |- StorageError           `learning.storage` cannot be used, or holds what nobody can read
     |- Unavailable            no worker of a needed role lives (an HTTP 503)
@@ -57,6 +58,10 @@ class TransferError(PacelineError):
 
 class LinkPoisoned(TransferError):
     """The two-rank process group of a link timed out or lost its peer; it is dropped, never reused."""
+
+
+class GangLost(PacelineError):
+    """A rank of a tensor-parallel worker died, hangs or never came; the worker ends with it and is replaced as a whole."""
 
 
 class RegistryError(PacelineError):

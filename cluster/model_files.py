@@ -137,6 +137,12 @@ def weights_version(folder: Path) -> str:
     return state.hexdigest()[:12]
 
 
+def served_version(folder: Path, *, int8_weights: bool = False) -> str:
+    """The same of what is served from a folder: rounded weights are another target, whose KV and texts differ."""
+    version = weights_version(folder)
+    return hashlib.sha256(f"{version} int8".encode()).hexdigest()[:12] if int8_weights else version
+
+
 def file_sha256(path: Path) -> str:
     """Of a whole file, in hex."""
     with path.open("rb") as file:

@@ -117,11 +117,11 @@ class WorkerInfo(Struct, frozen=True):
     state: State = "starting"
     version: str = ""
     """Content hash (12 hex digits) of the weights it serves."""
-    beside: tuple[str, ...] = ()
-    """Of a draft worker: further weights that draft for some of its streams, a canary's and those of routes."""
     kv_blocks_used: int = 0
     kv_blocks_free: int = 0
     num_streams: int = 0
+    beside: tuple[str, ...] = ()
+    """Of a draft worker: further weights that draft for some of its streams, a canary's and those of routes."""
 
 
 class Register(Struct, frozen=True):

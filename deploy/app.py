@@ -5,6 +5,7 @@ Serve places, heals and scales these replicas. It carries no tokens: each replic
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from ray import serve
@@ -13,16 +14,16 @@ from ray.serve import Application
 from paceline.cluster.config import ClusterConfig, ControlConfig, GatewayConfig, Secrets
 from paceline.deploy import replicas
 from paceline.deploy.placement import engine_placement, placement
+from paceline.deploy.serve_config import APP_NAME
 
-APP_NAME = "paceline"
+__all__ = ["APP_NAME", "build_app"]
 
 
 def build_app(config: ClusterConfig, secrets: Secrets) -> Application:
     """The whole graph. Workers find each other through the router's directory; Serve only tells them where it is."""
     grace_s = config.gateway.drain_s
-    router = _deploy(
-        replicas.RouterReplica, grace_s, **placement({"num_cpus": config.router.num_cpus}, 1, 0)
-    ).bind(config, secrets)
+    at_router = {"num_cpus": config.router.num_cpus, "resources": dict(config.router.resources)}
+    router = _deploy(replicas.RouterReplica, grace_s, **placement(at_router, 1, 0)).bind(config, secrets)
     control = _deploy(replicas.ControlReplica, grace_s, **_listener(config.control, 1)).bind(
         config, secrets, router
     )
@@ -45,7 +46,7 @@ def build_app(config: ClusterConfig, secrets: Secrets) -> Application:
                 config, secrets, router
             )
         )
-    placed = _listener(config.gateway, config.gateway.replicas)
+    placed = {**_listener(config.gateway, config.gateway.replicas), **_new_before_old(config.gateway)}
     # The root deployment must hold the others for Serve to deploy them; it uses the router's handle only.
     return _deploy(replicas.GatewayReplica, grace_s, **placed).bind(
         config, secrets, router, [control, *engines]
@@ -56,6 +57,16 @@ def _listener(section: GatewayConfig | ControlConfig, num_replicas: int) -> dict
     """Where processes with a port of their own run: no two on one node."""
     actor = {"num_cpus": section.num_cpus, "resources": dict(section.resources)}
     return placement(actor, num_replicas, 1 if num_replicas > 1 else 0)
+
+
+def _new_before_old(gateway: GatewayConfig) -> dict[str, Any]:
+    """A single gateway is replaced by one that listens already, on the same port: nobody is refused meanwhile.
+
+    Several are on nodes of their own, where there is no room for another: they are replaced one after the other.
+    """
+    if gateway.replicas > 1 or "max_surge_percent" not in inspect.signature(serve.deployment).parameters:
+        return {}
+    return {"max_surge_percent": 100}
 
 
 def _deploy(

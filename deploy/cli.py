@@ -26,7 +26,7 @@ from paceline.cluster.errors import ConfigError, PacelineError
 from paceline.cluster.keys import is_loopback
 from paceline.cluster.model_files import check_model_files
 from paceline.cluster.pair import check_pair
-from paceline.deploy import drafts, keys, local, resolved
+from paceline.deploy import clusters, drafts, keys, local, resolved
 
 app = typer.Typer(
     add_completion=False,
@@ -36,6 +36,8 @@ app = typer.Typer(
 )
 app.add_typer(keys.commands, name="keys")
 app.add_typer(drafts.commands, name="drafts")
+app.command()(clusters.deploy)
+app.command()(clusters.cluster_yaml)
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
@@ -86,6 +88,7 @@ def serve(
         )
     keys.keys_for(final.gateway)  # refuses a listener that is open to others by mistake
     resolved.check_learning(final)
+    resolved.check_ranks(final)
     ensure_admin_key(local.admin_key_path())
     _print_plan(given, final)
     run_id = _launch(folder, final)
@@ -182,6 +185,13 @@ def bench(
     peers: Annotated[
         bool, typer.Option(help="Also run `transformers` on the same weights and prompts.")
     ] = True,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Instead: other engines in their own Pythons, `all` that `make peers` has built, or NAME, or "
+            "NAME=PYTHON for transformers, vllm and llamacpp; repeatable."
+        ),
+    ] = None,
     http: Annotated[
         bool,
         typer.Option(
@@ -211,6 +221,18 @@ def bench(
         )
         if result["complaints"] or result["exactness"]["mismatches"]:
             raise SystemExit(1)
+    elif peer:
+        result = bench_main.run_peers(
+            peer,
+            target=target,
+            draft=draft,
+            scenarios=scenario,
+            streams=tuple(streams or (1, 4, 16)),
+            pairs=pairs,
+            quick=quick,
+            threads=threads,
+            json_path=out_file,
+        )
     else:
         result = bench_main.run(
             target=target,

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from paceline.cluster.admin.key import FILE_NAME, VARIABLE, ensure_admin_key, hash_key
-from paceline.cluster.config import ClusterConfig, EngineConfig, Secrets
+from paceline.cluster.config import ClusterConfig, EngineConfig, Secrets, TargetConfig
 from paceline.cluster.errors import ConfigError
 
 RUN_VARIABLE = "PACELINE_RUN"
@@ -248,10 +248,15 @@ def _engines(config: ClusterConfig) -> list[EngineConfig]:
     return [config.prefill, config.decode, config.draft, *([config.trainer] if config.has_trainer else [])]
 
 
+def ranks(engine: EngineConfig) -> int:
+    """Processes of one worker."""
+    return engine.tp if isinstance(engine, TargetConfig) else 1
+
+
 def needed_cpus(config: ClusterConfig) -> float:
     """Sum of the CPU shares that placement asks for."""
     engines = _engines(config)
-    return sum(e.num_cpus * e.replicas for e in engines) + (
+    return sum(e.num_cpus * e.replicas * ranks(e) for e in engines) + (
         config.gateway.num_cpus * config.gateway.replicas + config.router.num_cpus + config.control.num_cpus
     )
 
@@ -261,8 +266,8 @@ def needed_resources(config: ClusterConfig) -> dict[str, float]:
     needed: Counter[str] = Counter()
     for engine in _engines(config):
         for name, amount in engine.resources.items():
-            needed[name] += math.ceil(amount * engine.replicas)
-    for section in (config.gateway, config.control):
+            needed[name] += math.ceil(amount * engine.replicas * ranks(engine))
+    for section in (config.gateway, config.control, config.router):
         for name, amount in section.resources.items():
             needed[name] += math.ceil(amount)
     return {name: float(amount) for name, amount in needed.items() if not name.startswith("node:")}

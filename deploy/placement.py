@@ -9,14 +9,25 @@ from typing import Any
 import psutil
 import ray
 
-from paceline.cluster.config import ClusterConfig, EngineConfig
+from paceline.cluster.config import ClusterConfig, EngineConfig, TargetConfig
 from paceline.cluster.errors import ConfigError
 
 
 def engine_placement(engine: EngineConfig) -> dict[str, Any]:
     """Options of `serve.deployment` that say where the replicas of a role run."""
     actor = {"num_cpus": engine.num_cpus, "num_gpus": engine.num_gpus, "resources": dict(engine.resources)}
-    return placement(actor, engine.replicas, engine.max_per_node)
+    options = placement(actor, engine.replicas, engine.max_per_node)
+    if isinstance(engine, TargetConfig) and engine.tp > 1:
+        # A bundle for each rank, all on one node; the leader has the first, and puts the others into theirs.
+        options["placement_group_bundles"] = [bundle(engine)] * engine.tp
+        options["placement_group_strategy"] = "STRICT_PACK"
+    return options
+
+
+def bundle(engine: EngineConfig) -> dict[str, float]:
+    """What one rank takes of a node, as Ray names it."""
+    wanted = {"CPU": engine.num_cpus, "GPU": engine.num_gpus, **engine.resources}
+    return {name: amount for name, amount in wanted.items() if amount}
 
 
 def placement(actor: dict[str, Any], num_replicas: int, max_per_node: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ async, which Python's typing does not know: hence the ignores.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 from collections.abc import Awaitable, Callable
@@ -27,6 +28,7 @@ from paceline.cluster.membership import Member, ResolveRouter, new_incarnation
 from paceline.cluster.metrics import Metrics
 from paceline.cluster.router import Router
 from paceline.cluster.types import Role
+from paceline.deploy import local
 from paceline.deploy.logs import configure_logs
 from paceline.deploy.placement import node_name, on_this_node
 
@@ -40,6 +42,16 @@ def _begin(role: str, config: ClusterConfig) -> ClusterConfig:
     config = on_this_node(config)
     _bind_serve_to(config.link.interface)
     return config
+
+
+def _freeze() -> None:
+    """What is loaded stays: Python's collector need not look at it again.
+
+    Each of its looks at everything takes a quarter of a second in a process with torch and transformers, in which all
+    threads stand still, between any two steps.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _leave_on_sigterm(leave: Callable[[], Awaitable[None]]) -> None:
@@ -106,6 +118,7 @@ class _HttpListener:
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # a successor listens before this one ends
         for _ in range(50):  # the killed predecessor's socket may live a moment longer
             try:
                 sock.bind((self._host, self._port))
@@ -170,7 +183,7 @@ class ControlReplica(_HttpReplica):
         config = _begin("control", config)
         control = self._control = Control(config)
         self._http = _HttpListener(
-            build_control_app(control, secrets.admin),
+            build_control_app(control, secrets.admin or local.take_admin_key()),
             config.control.host,
             config.control.port,
             config.gateway.client_timeout_s,
@@ -228,6 +241,7 @@ class _EngineReplica:
     role: Role
 
     async def __init__(self, config: ClusterConfig, secrets: Secrets, router: Any) -> None:  # type: ignore[misc]
+        from paceline.deploy.gang import RankLauncher
         from paceline.workers.decode import DecodeWorker
         from paceline.workers.draft import DraftWorker
         from paceline.workers.prefill import PrefillWorker
@@ -235,9 +249,15 @@ class _EngineReplica:
         config = _begin(self.role, config)
         workers = {"prefill": PrefillWorker, "decode": DecodeWorker, "draft": DraftWorker}
         self._worker = workers[self.role](
-            config, secrets, name=_name(), resolve=_resolver(router), node=node_name()
+            config,
+            secrets,
+            name=_name(),
+            resolve=_resolver(router),
+            node=node_name(),
+            launch=RankLauncher(self.role, getattr(config, self.role)),
         )
         await self._worker.setup()
+        _freeze()
         _leave_on_sigterm(self._leave)
 
     async def check_health(self) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cluster.config import ClusterConfig, EngineConfig, model_folder
-from paceline.cluster.errors import ModelError
+from paceline.cluster.errors import ConfigError, ModelError
+from paceline.cluster.handoff import head_ranges
 from paceline.cluster.keys import needs_keys
 from paceline.cluster.learning.consent import who_is_kept
 from paceline.cluster.learning.storage import home
@@ -47,6 +48,28 @@ def derived(given: ClusterConfig, config: ClusterConfig) -> list[Derived]:
         *_pools(config),
         *_learning(config),
     ]
+
+
+def check_ranks(config: ClusterConfig) -> None:
+    """Refuse now what each rank would refuse later.
+
+    Raises:
+        ConfigError: the target's heads cannot be shared by so many ranks; names field, value and what was expected.
+        ModelError: as `kv_bytes_per_token`.
+    """
+    for role, section in (("prefill", config.prefill), ("decode", config.decode)):
+        if section.replicas == 0 or section.tp == 1:
+            continue
+        heads, kv_heads, _ = _heads(config.model.target)
+        if heads % section.tp:
+            raise ConfigError(
+                f"{role}.tp={section.tp}: expected a divisor of the target's num_attention_heads={heads}"
+            )
+        if kv_heads % section.tp and section.tp % kv_heads:
+            raise ConfigError(
+                f"{role}.tp={section.tp}: expected a divisor or a multiple of the target's "
+                f"num_key_value_heads={kv_heads}"
+            )
 
 
 def check_learning(config: ClusterConfig) -> None:
@@ -120,34 +143,36 @@ def context_limit(config: ClusterConfig) -> tuple[int, str]:
     """
     wanted = config.limits.max_context
     known = int(_model_config(config.model.target).get("max_position_embeddings", wanted))
-    room = num_blocks(config.decode, config.model.target, config.kv.block_size) * config.kv.block_size
+    decode = config.decode
+    room = num_blocks(decode, config.model.target, config.kv.block_size, decode.tp) * config.kv.block_size
     reason = (
         f"the smallest of limits.max_context={wanted}, the model's {known} and {room} in a decode worker's KV"
     )
     return min(wanted, known, room), reason
 
 
-def num_blocks(engine: EngineConfig, model: str, block_size: int) -> int:
-    """Blocks in the KV pool of one worker."""
-    return (engine.kv_memory_mb << 20) // (kv_bytes_per_token(model) * block_size)
+def num_blocks(engine: EngineConfig, model: str, block_size: int, tp: int = 1) -> int:
+    """Blocks in the KV pool of one worker, of which each of `tp` ranks holds its heads."""
+    return (engine.kv_memory_mb << 20) // (kv_bytes_per_token(model, tp) * block_size)
 
 
 def _pools(config: ClusterConfig) -> Iterator[Derived]:
-    kinds: tuple[tuple[str, EngineConfig, str], ...] = (
-        ("prefill", config.prefill, config.model.target),
-        ("decode", config.decode, config.model.target),
-        ("draft", config.draft, config.model.draft),
+    kinds: tuple[tuple[str, EngineConfig, str, int], ...] = (
+        ("prefill", config.prefill, config.model.target, config.prefill.tp),
+        ("decode", config.decode, config.model.target, config.decode.tp),
+        ("draft", config.draft, config.model.draft, 1),
     )
-    for role, engine, model in kinds:
+    for role, engine, model, tp in kinds:
         if engine.replicas == 0 or (role == "draft" and not config.speculation.enabled):
             continue
-        block_bytes = kv_bytes_per_token(model) * config.kv.block_size
-        num = num_blocks(engine, model, config.kv.block_size)
+        block_bytes = kv_bytes_per_token(model, tp) * config.kv.block_size
+        num = num_blocks(engine, model, config.kv.block_size, tp)
         tokens = num * config.kv.block_size
         yield Derived(
             f"{role} KV",
             f"{num} blocks",
-            f"{engine.kv_memory_mb} MB / {block_bytes} bytes a block: {tokens} tokens",
+            f"{engine.kv_memory_mb} MB{f' on each of {tp} ranks' if tp > 1 else ''} / {block_bytes} bytes a block: "
+            f"{tokens} tokens",
         )
 
 
@@ -185,18 +210,24 @@ def shown_url(url: str) -> str:
     return f"{scheme}{separator}{rest.rpartition('@')[2]}" if separator else url
 
 
-def kv_bytes_per_token(model: str) -> int:
-    """2 (K and V) x layers x KV heads x head size x 4 bytes.
+def kv_bytes_per_token(model: str, tp: int = 1) -> int:
+    """2 (K and V) x layers x KV heads of one of `tp` ranks x head size x 4 bytes.
 
     Raises:
         ModelError: config.json lacks one of these.
     """
+    _, kv_heads, layer_bytes = _heads(model)
+    return layer_bytes * max(held.num for held in head_ranges(kv_heads, tp))
+
+
+def _heads(model: str) -> tuple[int, int, int]:
+    """(attention heads, KV heads, bytes of one KV head of a token in all layers)."""
     shape = _model_config(model)
     try:
         heads = int(shape["num_attention_heads"])
         dim = int(shape.get("head_dim") or int(shape["hidden_size"]) // heads)
         kv_heads = int(shape.get("num_key_value_heads") or heads)
-        return 2 * int(shape["num_hidden_layers"]) * kv_heads * dim * _KV_ITEM_BYTES
+        return heads, kv_heads, 2 * int(shape["num_hidden_layers"]) * dim * _KV_ITEM_BYTES
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ModelError(f"{model_folder(model)}/config.json: no usable shape: {error}") from error
 

@@ -59,6 +59,16 @@ def _block_of_either(x):
     return lambda x: num
 
 
+def _outputs(x):
+    """Outputs that are computed together."""
+
+
+@overload(_outputs, inline="always", **_JIT)
+def _outputs_of_either(x):
+    num = 4 * 16 if x.dtype == types.uint16 else PAIR
+    return lambda x: num
+
+
 def _multiply(x, scales, first, num, w, w_at, num_in, out, products):
     """products[r, 0:32] of rows first .. first + num - 1, at most a block, with the pair of panels at w_at."""
 
@@ -84,10 +94,10 @@ def _multiply_either(x, scales, first, num, w, w_at, num_in, out, products):
         def multiply(x, scales, first, num, w, w_at, num_in, out, products):
             sums = out.view(np.float32)
             v.tiles(x, first * x.shape[1] * 96, w, w_at, num_in, sums)
-            for panel in range(2):
+            for panel in range(4):
                 for r in range(num):
                     for i in range(16):
-                        products[r, 16 * panel + i] = sums[panel, 0, r, i] + sums[panel, 1, r, i]
+                        products[r, 16 * panel + i] = sums[panel, r, i]
 
     else:
 
@@ -97,9 +107,9 @@ def _multiply_either(x, scales, first, num, w, w_at, num_in, out, products):
                 for r in range(num):
                     scale = scales[first + r]
                     for i in range(16):
-                        high, low = np.float32(out[panel, 0, r, i]), np.float32(out[panel, 1, r, i])
+                        high, low = np.float32(out[3 * panel, r, i]), np.float32(out[3 * panel + 1, r, i])
                         most = high * np.float32(16384) + low * np.float32(128)
-                        products[r, 16 * panel + i] = (most + np.float32(out[panel, 2, r, i])) * scale
+                        products[r, 16 * panel + i] = (most + np.float32(out[3 * panel + 2, r, i])) * scale
 
     return multiply
 
@@ -222,8 +232,9 @@ def step(
     """Layers `layer` to `stop` of rows, and the head behind the last one; every thread that shares the work calls it."""
     num, num_layers, size = len(ids), len(qkv), embedding.shape[1]
     num_kv, dim = pool.shape[2], pool.shape[4]
-    products = np.empty((_TILE, PAIR), np.float32)
-    out_tiles = np.empty((2, 3, 16, 16), np.int32)
+    outputs = _outputs(normed)
+    products = np.empty((_TILE, outputs), np.float32)
+    out_tiles = np.empty((6, 16, 16), np.int32)
     values = np.zeros((1, (size + 15) // 16 * 16), np.float32)
     most = 0
     for row in range(num):
@@ -259,11 +270,11 @@ def step(
             at = (layer * num_pairs + pair) * width
             for first in range(0, num, _block(normed)):
                 rows = min(_block(normed), num - first)
-                _multiply(normed, normed_scales, first, rows, qkv, at, width // PAIR, out_tiles, products)
+                _multiply(normed, normed_scales, first, rows, qkv, at, width // outputs, out_tiles, products)
                 _scale(products, rows, qkv_affine, layer, pair)
                 for r in range(rows):
-                    for i in range(PAIR):
-                        projected[first + r, pair * PAIR + i] = products[r, i]
+                    for i in range(outputs):
+                        projected[first + r, pair * outputs + i] = products[r, i]
             _finish(tickets, phase, 1)
             pair = _next(tickets, phase)
         _wait(tickets, phase, num_pairs)
@@ -293,7 +304,7 @@ def step(
         _wait(tickets, phase, num * num_kv)
         phase += 1
 
-        size_of = out.shape[2] // PAIR
+        size_of = out.shape[2] // outputs
         phase = _whole_rows(attended_rows, num, size_of, attended, attended_scales, tickets, phase)
         phase = _add_product(
             attended, attended_scales, num, out, layer, out_affine, x, tickets, phase, out_tiles, products
@@ -313,16 +324,20 @@ def step(
             at = (layer * num_pairs + pair) * width
             for first in range(0, num, _block(normed)):
                 rows = min(_block(normed), num - first)
-                _multiply(normed, normed_scales, first, rows, gate_up, at, width // PAIR, out_tiles, products)
+                _multiply(
+                    normed, normed_scales, first, rows, gate_up, at, width // outputs, out_tiles, products
+                )
                 _scale(products, rows, gate_up_affine, layer, pair)
                 for r in range(rows):
-                    v.put_gated(gated_rows, first + r, pair * 16, products, r * PAIR)
+                    for part in range(outputs // PAIR):
+                        to = (pair * outputs + part * PAIR) // 2
+                        v.put_gated(gated_rows, first + r, to, products, r * outputs + part * PAIR)
             _finish(tickets, phase, 1)
             pair = _next(tickets, phase)
         _wait(tickets, phase, num_pairs)
         phase += 1
 
-        size_of = down.shape[2] // PAIR
+        size_of = down.shape[2] // outputs
         phase = _whole_rows(gated_rows, num, size_of, gated, gated_scales, tickets, phase)
         phase = _add_product(
             gated, gated_scales, num, down, layer, down_affine, x, tickets, phase, out_tiles, products
@@ -343,11 +358,11 @@ def step(
             at = pair * width
             for first in range(0, len(keep), _block(normed)):
                 rows = min(_block(normed), len(keep) - first)
-                _multiply(normed, normed_scales, first, rows, head, at, width // PAIR, out_tiles, products)
+                _multiply(normed, normed_scales, first, rows, head, at, width // outputs, out_tiles, products)
                 _scale(products, rows, head_affine, 0, pair)
                 for r in range(rows):
-                    for i in range(PAIR):
-                        logits[first + r, pair * PAIR + i] = products[r, i]
+                    for i in range(outputs):
+                        logits[first + r, pair * outputs + i] = products[r, i]
             _finish(tickets, phase, 1)
             pair = _next(tickets, phase)
         _wait(tickets, phase, num_pairs)
@@ -363,11 +378,11 @@ def _add_product(x, scales, num, w, layer, affine, y, tickets, phase, out_tiles,
         at = (layer * num_pairs + pair) * width
         for first in range(0, num, _block(x)):
             rows = min(_block(x), num - first)
-            _multiply(x, scales, first, rows, w, at, width // PAIR, out_tiles, products)
+            _multiply(x, scales, first, rows, w, at, width // outputs, out_tiles, products)
             _scale(products, rows, affine, layer, pair)
             for r in range(rows):
-                for i in range(PAIR):
-                    y[first + r, pair * PAIR + i] += products[r, i]
+                for i in range(outputs):
+                    y[first + r, pair * outputs + i] += products[r, i]
         _finish(tickets, phase, 1)
         pair = _next(tickets, phase)
     _wait(tickets, phase, num_pairs)
@@ -377,10 +392,11 @@ def _add_product(x, scales, num, w, layer, affine, y, tickets, phase, out_tiles,
 @_looped
 def _scale(products, rows, affine, layer, pair):
     """products * scale + bias, both of this pair's outputs: affine [L, 2, outputs]."""
+    outputs = products.shape[1]
     for r in range(rows):
-        for i in range(PAIR):
+        for i in range(outputs):
             products[r, i] = (
-                products[r, i] * affine[layer, 0, pair * PAIR + i] + affine[layer, 1, pair * PAIR + i]
+                products[r, i] * affine[layer, 0, pair * outputs + i] + affine[layer, 1, pair * outputs + i]
             )
 
 

@@ -164,29 +164,29 @@ def _tile_at(builder: Any, number: int, pointer: Any, stride: Any, name: str = "
 
 @intrinsic
 def tiles(typingctx, x, x_at, w, w_at, num_in, out):
-    """The same for a block of rows on AMX; out is [2, 3, 16, 16], of which [:, :2] are written: hi and rest."""
+    """out[panel, r, 0:16], four panels, of a block of up to 16 rows on AMX: x is three bfloat16, w one."""
 
     def build(context, builder, signature, arguments):
         x_type, _, w_type, _, _, out_type = signature.args
         x, x_at, w, w_at, count, out = arguments
         block = _at(context, builder, x_type, x, x_at)
         panels = _at(context, builder, w_type, w, w_at)
-        for tile in range(4):
-            _call(builder, "llvm.x86.tilezero", [ir.Constant(_I8, tile)])
+        for panel in range(4):
+            _call(builder, "llvm.x86.tilezero", [ir.Constant(_I8, panel)])
         with cgutils.for_range_slice(builder, _I64(0), count, _I64(32), _I64) as (k, _):
-            here = builder.gep(panels, [builder.mul(k, _I64(PAIR))])
-            _prefetch(builder, here, 2048)
-            for panel in range(2):
-                _tile_at(builder, 6 + panel, builder.gep(here, [_I64(32 * panel)]), _I64(128))
+            here = builder.gep(panels, [builder.mul(k, _I64(4 * 16))])
             rows = builder.gep(block, [builder.mul(k, _I64(3 * 16))])
-            for piece, tile in ((0, 4), (1, 5), (2, 4)):
-                _tile_at(builder, tile, builder.gep(rows, [_I64(512 * piece)]), _I64(64))
-                for panel in range(2):
-                    numbers = (2 * panel + (piece > 0), tile, 6 + panel)
-                    _call(builder, "llvm.x86.tdpbf16ps", [ir.Constant(_I8, int(n)) for n in numbers])
-        for tile in range(4):
-            target = _at(context, builder, out_type, out, _I64(256 * (tile + tile // 2)))
-            _tile_at(builder, tile, target, _I64(64), "tilestored64")
+            _prefetch(builder, here, 4096)
+            for piece in range(3):
+                _tile_at(builder, 4 + piece, builder.gep(rows, [_I64(512 * piece)]), _I64(64))
+            for panel in range(4):
+                _tile_at(builder, 7, builder.gep(here, [_I64(32 * panel)]), _I64(256))
+                for piece in range(3):
+                    numbers = (panel, 6 - piece, 7)  # the smallest first
+                    _call(builder, "llvm.x86.tdpbf16ps", [ir.Constant(_I8, n) for n in numbers])
+        for panel in range(4):
+            target = _at(context, builder, out_type, out, _I64(256 * panel))
+            _tile_at(builder, panel, target, _I64(64), "tilestored64")
         return context.get_dummy_value()
 
     integer = types.int64

@@ -7,8 +7,13 @@ package that transformers looks for.
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
+
+if not Path("/dev/nvidiactl").exists():
+    # Without a GPU, Triton's kernels run in its interpreter; Triton must find this when it is imported, and torch may do that.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 for _name in (
     "bundled",
@@ -21,6 +26,9 @@ for _name in (
     "draft_folders",
     "scripted_admin",
     "scripted_workers",
+    "memory_kube",
+    "charts",
+    "network_hosts",
 ):
     _spec = importlib.util.spec_from_file_location(_name, Path(__file__).with_name(f"{_name}.py"))
     assert _spec is not None and _spec.loader is not None

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -79,9 +80,9 @@ class Harness:
     async def resolve(self) -> tuple[str, int]:
         return self.address
 
-    async def add(self, kind: type[Worker], name: str) -> Worker:
-        """Start a worker and wait until the gateway sees it ready."""
-        worker = kind(self.config, self.secrets, name=name, resolve=self.resolve)
+    async def add(self, kind: type[Worker], name: str, **how: Any) -> Worker:
+        """Start a worker and wait until the gateway sees it ready. `how`: of its constructor."""
+        worker = kind(self.config, self.secrets, name=name, resolve=self.resolve, **how)
         self.workers.append(worker)
         await worker.setup()
         incarnation = worker.member.me.incarnation

@@ -153,14 +153,8 @@ class Adjuster:
             prompt, stops = stream.request.prompt_ids, stream.request.stop_ids
             self._streams[stream.key] = TokenCounts(sampling, prompt, stops, self._vocab_size)
 
-    def apply(self, logits_RV: Tensor, segments: Sequence[Segment]) -> Tensor:
-        """Adjust the rows of those sampled segments that want it.
-
-        Args:
-            logits_RV: float32, the rows of all segments in order: a tree's nodes, or one.
-        Returns:
-            float32 [R, V]; a new tensor unless nothing had to be done.
-        """
+    def changes(self, segments: Sequence[Segment]) -> tuple[list[Changes], list[int]]:
+        """For the rows of these sampled segments in order, a tree's nodes or one each: what `apply_changes` takes."""
         found: list[Changes] = []
         starts: list[int] = []
         start = 0
@@ -175,7 +169,7 @@ class Adjuster:
                     found.append(counts.changes(*paths_of(segment.tree)))
                     starts.append(start)
             start += len(segment.tree) if segment.tree is not None else 1
-        return apply_changes(logits_RV, found, starts)
+        return found, starts
 
 
 def apply_changes(logits_RV: Tensor, found: Sequence[Changes], starts: Sequence[int]) -> Tensor:
@@ -186,9 +180,15 @@ def apply_changes(logits_RV: Tensor, found: Sequence[Changes], starts: Sequence[
     """
     if not found:
         return logits_RV
-    rows = np.concatenate([changes.rows + start for changes, start in zip(found, starts, strict=True)])
-    others = (np.concatenate(column) for column in list(zip(*found, strict=True))[1:])
-    return penalise(logits_RV, torch.from_numpy(rows), *(torch.from_numpy(column) for column in others))
+    return penalise(logits_RV, *(torch.from_numpy(column) for column in joined_changes(found, starts)))
+
+
+def joined_changes(found: Sequence[Changes], starts: Sequence[int]) -> Changes:
+    """All of them as one, rows counted from the first row of all."""
+    rows = [changes.rows + start for changes, start in zip(found, starts, strict=True)]
+    columns = [rows, *list(zip(*found, strict=True))[1:]] if found else [[np.empty(0, np.int64)]] * 2
+    joined = [np.concatenate(column) for column in columns]
+    return Changes(*joined) if found else Changes(*joined, *[np.empty(0, np.float64)] * 3)
 
 
 _NO_PATH = (np.empty(0, np.int64), np.empty(0, np.int64), np.zeros(1, np.int64))

@@ -119,24 +119,32 @@ class Worker:
         """Give up what still runs at the end of the grace period, and say so to whom it matters (engine thread)."""
 
     def load_model(
-        self, name: str, engine: EngineConfig, *, few_rows: bool = False, tp: int = 1
+        self, name: str, engine: EngineConfig, *, int8_weights: bool = False, tp: int = 1
     ) -> ModelRunner:
         """A model with its pool, as this role's part of the configuration says; its path goes to log and figures."""
         torch.set_num_threads(engine.threads)
-        sizes = {"kv_memory_mb": engine.kv_memory_mb, "block_size": self.config.kv.block_size}
+        folder, memory, block_size = model_folder(name), engine.kv_memory_mb, self.config.kv.block_size
         runner: ModelRunner
         if tp > 1:
             runner, reason = load_parallel_runner(
-                model_folder(name),
+                folder,
                 tp=tp,
-                **sizes,
+                kv_memory_mb=memory,
+                block_size=block_size,
                 threads=engine.threads,
+                device="cuda" if engine.num_gpus > 0 else "cpu",
                 launch=self._launch,
                 links=self._rank_setup(),
             )
-            self.ranks.wait(tp, self.config.link.dead_s)
+            self.ranks.wait(tp)
         else:
-            runner, reason = load_runner(model_folder(name), **sizes, few_rows=few_rows)
+            runner, reason = load_runner(
+                folder,
+                kv_memory_mb=memory,
+                block_size=block_size,
+                int8_weights=int8_weights,
+                device="cuda" if engine.num_gpus > 0 else "cpu",
+            )
         self._runner = runner
         log.info(
             "model_ready",
@@ -202,7 +210,7 @@ class Worker:
         self.member.announce()
         limit = time.monotonic() + self.config.gateway.drain_s
         await asyncio.sleep(_HEARD_S)
-        while self.num_streams() > 0 and time.monotonic() < limit:
+        while self.failure is None and self.num_streams() > 0 and time.monotonic() < limit:
             await asyncio.sleep(0.05)
         self.post(self.hand_over)
         log.info("worker_drained", worker=self.member.me.worker_id)
@@ -219,9 +227,9 @@ class Worker:
 
     def check(self) -> None:
         """Raise if the engine thread or a rank died; Serve then replaces this replica."""
-        if isinstance(self._runner, ParallelRunner) and self._runner.gang is not None:
-            if lost := self._runner.gang.lost():
-                self._rank_lost(lost)
+        gang = self._runner.gang if isinstance(self._runner, ParallelRunner) else None
+        if gang is not None and (lost := gang.lost()):
+            self._rank_lost(lost)
         if self.failure is not None:
             raise RuntimeError(f"engine thread of {self.member.me.worker_id} died") from self.failure
 

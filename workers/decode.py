@@ -69,7 +69,9 @@ class DecodeWorker(Worker):
 
     def load(self) -> None:
         decode = self.config.decode
-        runner = self.load_model(self.config.model.target, decode)
+        runner = self.load_model(
+            self.config.model.target, decode, int8_weights=self.config.model.int8_weights, tp=decode.tp
+        )
         self._served = ServedBook() if self.config.learning.enabled else None  # nobody else reads it
         self._capture = Recorder.of(
             self.config.learning,
@@ -99,6 +101,8 @@ class DecodeWorker(Worker):
             min_remote_tokens=self.config.kv.min_remote_tokens,
             metrics=self.metrics,
             post=self.post,
+            codec=self.config.kv.codec,
+            ranks=self.ranks,
         )
 
     def _make_drafter(self, runner: ModelRunner) -> Drafter | None:
@@ -117,7 +121,7 @@ class DecodeWorker(Worker):
 
     # -- event loop's thread -----------------------------------------------------------------------------
 
-    def on_message(self, peer: wire.Peer, message: Message) -> None:
+    def on_others(self, peer: wire.Peer, message: Message) -> None:
         if isinstance(message, Drafts):
             # Straight to the mailbox: the engine thread may be waiting for it.
             if self.state != "starting" and self._remote is not None and peer.identity is not None:
@@ -126,7 +130,7 @@ class DecodeWorker(Worker):
             received_at = time.monotonic()
             self.post(lambda: self._receiver.committed(peer, message, received_at))
         else:
-            super().on_message(peer, message)
+            super().on_others(peer, message)
 
     def on_directory(self, directory: Directory) -> None:
         if self.state == "ready" and self._remote is not None:

@@ -29,7 +29,7 @@ class DraftWorker(Worker):
 
     def load(self) -> None:
         draft = self.config.draft
-        runner = self.load_model(self.config.model.draft, draft, few_rows=True)
+        runner = self.load_model(self.config.model.draft, draft)
         self._engine = DraftEngine(
             runner,
             token_budget=draft.token_budget,

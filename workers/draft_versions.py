@@ -119,7 +119,6 @@ class VersionLoader:
             weights_version(folder),
             num_blocks=-(-32 // size) + 1,
             block_size=size,
-            few_rows=True,
         )
         same = (runner.vocab_size, runner.max_context, _shape(runner))
         if same != (base.vocab_size, base.max_context, _shape(base)):

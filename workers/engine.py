@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from torch import Tensor
+import torch
 
 from paceline.cluster import failpoints
 from paceline.cluster.blocks import BlockPool
@@ -24,13 +24,15 @@ from paceline.workers.adjust import Adjuster
 from paceline.workers.capture import Recorder
 from paceline.workers.drafters.base import Drafter, Outcome
 from paceline.workers.logprobs import LogprobBook
-from paceline.workers.model_batch import BatchBuilder
+from paceline.workers.model_batch import BatchBuilder, KVSend
 from paceline.workers.model_runner import ModelRunner
-from paceline.workers.sampling import CachedNoise, SamplingRows, choose
+from paceline.workers.raw_logits import RawLogits
+from paceline.workers.sampling import CachedNoise, Sample, SamplingRows
 from paceline.workers.verifiers.base import Verifier
 from paceline.workers.verifiers.match import Match
 
 SegmentLayerHook = Callable[[Plan, int], None]
+SendHook = Callable[[Plan], Sequence[KVSend]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,7 @@ class Engine:
         self._logprobs = LogprobBook()
         self._capture = capture
         self._compares_drafts = compares_drafts
-        self._raw: Tensor | None = None
+        self._raw: RawLogits | None = None
         """This step's logits as the model gave them, while somebody may want rows of them."""
 
     # -- streams -----------------------------------------------------------------------------------------
@@ -188,8 +190,11 @@ class Engine:
 
     # -- one step ----------------------------------------------------------------------------------------
 
-    def step(self, on_layer: SegmentLayerHook | None = None) -> StepResult:
-        """Run one step. `on_layer(plan, layer)` is called when a layer's K and V of all segments are in the pool."""
+    def step(self, on_layer: SegmentLayerHook | None = None, sends: SendHook | None = None) -> StepResult:
+        """Run one step. `on_layer(plan, layer)` is called when a layer's K and V of all segments are in the pool.
+
+        `sends(plan)`, called before anything is computed, says what of the pool leaves by other ranks' links meanwhile.
+        """
         if self.runner.cache.books is not self.pool:  # another engine wrote here: nothing is where it was
             assert self.runner.cache.books is None or self.pool.num_used == 0, (
                 "another engine wrote into our blocks"
@@ -207,7 +212,7 @@ class Engine:
         self._propose(plan)
         began = self._clock()
         hook = None if on_layer is None else (lambda layer: on_layer(plan, layer))
-        decided, usable = self._forward(plan, hook)
+        decided, usable = self._forward(plan, hook, () if sends is None else sends(plan))
         if failpoints.enabled:
             failpoints.hit("mid_step", *(s.stream.request.id for s in plan.segments))
         result = self._commit(plan, decided, usable)
@@ -258,8 +263,10 @@ class Engine:
             if tree is not None and len(tree) > 1:
                 self.scheduler.attach(plan, segment, tree)
 
-    def _forward(self, plan: Plan, hook: Callable[[int], None] | None) -> tuple[np.ndarray, np.ndarray]:
-        """Run the batch; the decided token and its usability for every kept row, in segment order."""
+    def _forward(
+        self, plan: Plan, hook: Callable[[int], None] | None, sends: Sequence[KVSend] = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Run the batch; the decided token and its usability for every sampled row, in segment order."""
         builder = BatchBuilder(self.runner.cache)
         for segment in plan.segments:
             stream, start = segment.stream, segment.start
@@ -268,25 +275,31 @@ class Engine:
                 builder.add_tree(table, segment.tree, start)
             else:
                 ids = stream.buffer[start : start + segment.num_rows]
-                rows = self._logprobs.prompt_rows(segment) if self._logprobs else range(0)
-                builder.add_chunk(table, ids, start, keep_last=segment.samples, also=rows)
+                also = self._logprobs.prompt_rows(segment) if self._logprobs else range(0)
+                builder.add_chunk(table, ids, start, keep_last=segment.samples, also=also)
         batch, positions = builder.build(hook)
+        batch.sends = sends
+        sampled = [s for s in plan.segments if s.samples]
+        rows = self._logprobs.sampled_rows(plan.segments, len(positions)) if self._logprobs else None
+        batch.sample = sample = self._sample(sampled, rows, positions if rows is None else positions[rows])
         logits = self.runner.forward(batch)
         if self._logprobs:
-            logits, positions = self._logprobs.take_prompts(plan.segments, logits, positions)
-        if len(positions) == 0:
+            self._logprobs.take_prompts(plan.segments, logits)
+        if not sampled:
             return np.empty(0, np.int64), np.empty(0, np.bool_)
-        sampled = [s for s in plan.segments if s.samples]
+        raw = logits if rows is None else logits[torch.from_numpy(rows)]
+        if self._capture is not None:
+            self._raw = raw
+        if self._logprobs:
+            self._logprobs.hold(sampled, raw)
+        return sample.decide(logits, self._noise)
+
+    def _sample(self, sampled: Sequence[Segment], rows: np.ndarray | None, positions: np.ndarray) -> Sample:
+        """How the rows of these segments are drawn; `positions` are the rows' own."""
         counts = [len(s.tree) if s.tree is not None else 1 for s in sampled]
         # The token a node decides stands one position behind the node.
         params = SamplingRows.build([s.stream.request.sampling for s in sampled], counts, positions + 1)
-        if self._capture is not None:
-            self._raw = logits
-        if self._logprobs:
-            self._logprobs.hold(sampled, logits)
-        if self._adjuster:
-            logits = self._adjuster.apply(logits, sampled)
-        return choose(logits, params, self._noise)
+        return Sample(rows, params, *(self._adjuster.changes(sampled) if self._adjuster else ([], [])))
 
     def _commit(self, plan: Plan, decided: np.ndarray, usable: np.ndarray) -> StepResult:
         result = StepResult(num_rows=plan.num_rows)

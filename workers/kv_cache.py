@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import msgspec
 import numpy as np
 import torch
 from blake3 import blake3
 from torch import Tensor
 
-from paceline.cluster.types import KVLayout, KVReady
+from paceline.cluster.types import HeadRange, KVLayout, KVReady
+from paceline.kernels.kv_gather import kv_digest, kv_gather
+from paceline.kernels.kv_scatter import kv_scatter
 
 
 class KVCache:
@@ -27,7 +31,15 @@ class KVCache:
         block_size: int,
         model_version: str,
         dtype: torch.dtype = torch.float32,
+        heads: HeadRange | None = None,
+        device: torch.device | str = "cpu",
+        has_scratch: bool = False,
     ) -> None:
+        """`heads`: those of the `num_kv_heads` that are kept here, G of them; all if not given.
+
+        `has_scratch`: one more block, which no table names, for rows that only fill up a step.
+        """
+        self.heads = heads or HeadRange(0, num_kv_heads)
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.layout = KVLayout(
@@ -36,13 +48,19 @@ class KVCache:
         self.dtype = dtype
         self.books: object = None
         """Whose block tables were last used to write here: engines that share a pool must not trust old KV in it."""
+        self.on_move: Callable[[Tensor, Tensor], None] | None = None
+        """Told of every `move`: pools of other ranks hold the other heads of the same slots."""
         # One head's rows lie together: attention reads them in runs, and a range of heads is a slice.
-        shape = (num_layers, 2, num_kv_heads, num_blocks * block_size, head_dim)
+        num_slots = (num_blocks + has_scratch) * block_size
+        shape = (num_layers, 2, self.heads.num, num_slots, head_dim)
         # Zeros come from the kernel: pages become resident when they are first written.
-        self._pool = torch.zeros(shape, dtype=dtype)
-        self.array = self._pool.numpy()
-        """[layers, 2, G, num_slots, D], a view of the pool."""
-        self.arrays = [(layer[0].numpy(), layer[1].numpy()) for layer in self._pool]
+        self._pool = torch.zeros(shape, dtype=dtype, device=device)
+        self.device = self._pool.device
+        self.scratch_slot = num_blocks * block_size if has_scratch else -1
+        views = self._pool if self.device.type == "cpu" and dtype == torch.float32 else torch.empty(0, 2)
+        self.array = views.numpy()
+        """[layers, 2, G, num_slots, D], a view of the pool; nothing where that is not float32 on the CPU."""
+        self.arrays = [(layer[0].numpy(), layer[1].numpy()) for layer in views]
         """(K, V) of each layer as arrays [G, num_slots, D], views of the pool."""
 
     @staticmethod
@@ -64,7 +82,7 @@ class KVCache:
         """int64 [stop - start]: pool slots of token positions [start, stop) of a stream with this block table."""
         positions = np.arange(start, stop)
         blocks = np.asarray(table, np.int64)[positions // self.block_size]
-        return torch.from_numpy(blocks * self.block_size + positions % self.block_size)
+        return torch.from_numpy(blocks * self.block_size + positions % self.block_size).to(self.device)
 
     def write(self, layer: int, slots: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> None:
         """Store new rows."""
@@ -73,6 +91,8 @@ class KVCache:
 
     def move(self, source: Tensor, destination: Tensor) -> None:
         """Copy all layers' rows from slots to slots (int64 [n]); sources are read before any is overwritten."""
+        if self.on_move is not None:
+            self.on_move(source, destination)
         self._pool[:, :, :, destination] = self._pool[:, :, :, source]
 
     def gather(self, layer: int, slots: Tensor) -> Tensor:
@@ -89,12 +109,23 @@ class KVCache:
 
     def unpack(self, message: KVReady, slots: Tensor, rows: Tensor) -> None:
         """Inverse of `pack`."""
-        self._part(message).index_copy_(3, slots, rows)
+        self._part(message).index_copy_(3, slots, rows.to(self.device))
+
+    def pack_marked(self, key: bytes, message: KVReady, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """What `pack` gives, and its `digest` as uint8 [16] on the pool's device: the pool is read once, nothing waits."""
+        part = self._part(message)
+        shape = (*part.shape[:3], len(slots), part.shape[4])
+        return kv_gather(part, slots, place_key(key, message, shape, self.dtype))
+
+    def unpack_marked(self, key: bytes, message: KVReady, slots: Tensor, rows: Tensor) -> Tensor:
+        """`unpack`, and the digest (as in `pack_marked`) of what the pool then holds."""
+        return kv_scatter(self._part(message), slots, rows, place_key(key, message, rows.shape, self.dtype))
 
     def _part(self, message: KVReady) -> Tensor:
         """The layers and heads of a message, [num_layers, 2, num_heads, num_slots, D], a view."""
         layers = self._pool[message.layer : message.layer + message.num_layers]
-        return layers[:, :, message.head_start : message.head_start + message.num_heads]
+        first = message.head_start - self.heads.start
+        return layers[:, :, first : first + message.num_heads]
 
 
 def digest(key: bytes, message: KVReady, rows: Tensor) -> bytes:
@@ -104,7 +135,19 @@ def digest(key: bytes, message: KVReady, rows: Tensor) -> bytes:
     number counts transfers, not places, and is left out. BLAKE3 took 0.37 ms for 2 MiB where BLAKE2b took 2.8 and
     SHA-256 with the processor's own instructions 1.5.
     """
+    place = place_key(key, message, rows.shape, rows.dtype)
+    return octets(kv_digest(rows.contiguous(), place))
+
+
+def place_key(key: bytes, message: KVReady, shape: Sequence[int], dtype: torch.dtype) -> bytes:
+    """The key (32 bytes) of one message's digest: the pair's key, and all that says where the rows belong and how they lie.
+
+    What is hashed under it is the rows alone, whole words from the first, as a GPU likes it.
+    """
     place = msgspec.structs.replace(message, seq=0, digest=b"")
-    state = blake3(msgspec.msgpack.encode((place, tuple(rows.shape), str(rows.dtype))), key=key)
-    state.update(rows.contiguous().view(-1).view(torch.uint8).numpy().data)
-    return bytes(state.digest(length=16))
+    return blake3(msgspec.msgpack.encode((place, tuple(shape), str(dtype))), key=key).digest()
+
+
+def octets(mark: Tensor) -> bytes:
+    """A digest's bytes; waits for the device that takes it."""
+    return mark.cpu().numpy().tobytes()

@@ -12,6 +12,7 @@ the digests, so the engine computes the next layer meanwhile.
 from __future__ import annotations
 
 import hashlib
+import hmac
 import queue
 import socket
 import threading
@@ -31,9 +32,11 @@ from torch.distributed import (  # type: ignore[attr-defined]  # exported, but n
     TCPStore,
 )
 
-from paceline.cluster.errors import LinkPoisoned
+from paceline.cluster.errors import ConfigError, LinkPoisoned
 from paceline.cluster.types import KVReady
-from paceline.workers.kv_cache import digest
+from paceline.workers.kv_cache import KVCache, digest, octets
+from paceline.workers.kv_codec import Codec, decode, encode, sent_as
+from paceline.workers.one_node_link import CudaIpcGroup, OneNodeGroup
 
 log = structlog.get_logger(__name__)
 
@@ -104,7 +107,7 @@ class GlooGroup:
 
     def send(self, rows: Tensor, tag: int) -> Work:
         """Rank 0. `rows` must stay unchanged until the work is done."""
-        work: Work = self._group.send([rows], 1, tag)
+        work: Work = self._group.send([rows.cpu()], 1, tag)
         return work
 
     def recv(self, rows: Tensor, tag: int) -> Work:
@@ -157,8 +160,20 @@ class _StrictReceive:
 OpenGroup = Callable[[TCPStore, str, int, str, float], Group]
 """(store, name, rank, interface, timeout in seconds) -> group."""
 
-BACKENDS: dict[str, OpenGroup] = {"gloo": GlooGroup, "strict_fifo": StrictFifoGroup}
+BACKENDS: dict[str, OpenGroup] = {"gloo": GlooGroup, "strict_fifo": StrictFifoGroup, "shm": OneNodeGroup}
 """By the names that `link.backend` takes."""
+if torch.cuda.is_available():
+    BACKENDS["cuda_ipc"] = CudaIpcGroup
+
+
+def check_backend(name: str) -> None:
+    """Raises:
+    ConfigError: what `link.backend` names cannot be had here.
+    """
+    if name not in BACKENDS:
+        raise ConfigError(
+            f"link.backend={name}: expected one of {', '.join(BACKENDS)}; there is no CUDA device here"
+        )
 
 
 # --- both ends ------------------------------------------------------------------------------------------
@@ -224,6 +239,8 @@ class _Outgoing:
 
     message: KVReady
     rows: Tensor
+    mark: Tensor | None = None
+    """Their digest, if it was taken when they were copied out of the pool."""
     is_done: threading.Event = field(default_factory=threading.Event)
     """They were sent, or nobody wanted them."""
 
@@ -244,9 +261,11 @@ class LinkSender(_LinkThread):
         on_sent: Callable[[int, float], None],
         open_group: OpenGroup = GlooGroup,
         overlap: bool = True,
+        codec: Codec = "none",
     ) -> None:
         """`announce` takes the finished message to the receiver. `on_sent`: bytes, and seconds its digest took.
 
+        `codec` as the receiver's; what is sent, counted and digested are the encoded rows.
         `overlap` False: `push` returns when the rows are with the receiver, as if there were no thread.
         """
         super().__init__(
@@ -261,6 +280,7 @@ class LinkSender(_LinkThread):
         self._announce = announce
         self._on_sent = on_sent
         self._overlap = overlap
+        self._codec = codec
         self._inbox: queue.SimpleQueue[_Outgoing | tuple[int, bool] | Callable[[], None] | None] = (
             queue.SimpleQueue()
         )
@@ -268,9 +288,12 @@ class LinkSender(_LinkThread):
         self._next_seq = 0
         self._has_ended = threading.Event()
 
-    def push(self, message: KVReady, rows: Tensor) -> None:
-        """Announce these rows and send them when their credit comes; they must not change any more."""
-        outgoing = _Outgoing(message, rows)
+    def push(self, message: KVReady, rows: Tensor, mark: Tensor | None = None) -> None:
+        """Announce these rows and send them when their credit comes; they must not change any more.
+
+        `mark`: their digest, from `KVCache.pack_marked`; else it is taken here.
+        """
+        outgoing = _Outgoing(message, rows, mark if self._codec == "none" else None)
         self._inbox.put(outgoing)
         if not self._overlap:
             limit = time.monotonic() + self._timeout_s
@@ -304,8 +327,12 @@ class LinkSender(_LinkThread):
                     item()
 
     def _announce_next(self, outgoing: _Outgoing) -> None:
+        outgoing.rows = encode(outgoing.rows, self._codec)
         began = time.perf_counter()
-        mark = digest(self._pair_key, outgoing.message, outgoing.rows)
+        if outgoing.mark is not None:
+            mark = octets(outgoing.mark)
+        else:
+            mark = digest(self._pair_key, outgoing.message, outgoing.rows)
         seconds = time.perf_counter() - began
         seq = self._next_seq
         self._next_seq += 1
@@ -332,6 +359,29 @@ class Arrival:
 
     message: KVReady
     rows: Tensor
+    sent: Tensor
+    """What came over the link: `rows` itself, unless a codec made them of it."""
+
+
+def store_arrival(cache: KVCache, slots: Tensor, pair_key: bytes, arrival: Arrival) -> bool:
+    """Rows into the pool. Whether what was sent arrived and the pool now holds it: without a codec one digest says both."""
+    message = arrival.message
+    if arrival.sent is arrival.rows:
+        mark = octets(cache.unpack_marked(pair_key, message, slots, arrival.rows))
+    else:
+        cache.unpack(message, slots, arrival.rows)
+        stored = cache.pack(message, slots).cpu()
+        if not torch.equal(stored.view(torch.uint8), arrival.rows.cpu().view(torch.uint8)):
+            return False
+        mark = digest(pair_key, message, arrival.sent)
+    return hmac.compare_digest(mark, message.digest)
+
+
+class StoreAddress(Protocol):
+    """A rendezvous store, here or in another process."""
+
+    @property
+    def store(self) -> TCPStore: ...
 
 
 class LinkReceiver(_LinkThread):
@@ -342,13 +392,14 @@ class LinkReceiver(_LinkThread):
         key: str,
         *,
         pair_key: bytes,
-        store: LinkStore,
+        store: StoreAddress,
         interface: str,
         timeout_s: float,
         on_poisoned: Callable[[str, str], None],
         on_arrival: Callable[[Arrival], None],
         send_credit: Callable[[int], None],
         open_group: OpenGroup = GlooGroup,
+        codec: Codec = "none",
     ) -> None:
         super().__init__(
             key,
@@ -361,12 +412,13 @@ class LinkReceiver(_LinkThread):
         self._store = store
         self._on_arrival = on_arrival
         self._send_credit = send_credit
+        self._codec = codec
         self._announced: queue.SimpleQueue[tuple[KVReady, torch.Size, torch.dtype] | None] = (
             queue.SimpleQueue()
         )
 
     def expect(self, message: KVReady, shape: torch.Size, dtype: torch.dtype) -> None:
-        """Receive this announced message when its turn comes."""
+        """Receive this announced message, whose rows are of this shape and type, when its turn comes."""
         self._announced.put((message, shape, dtype))
 
     def close(self) -> None:
@@ -376,7 +428,7 @@ class LinkReceiver(_LinkThread):
 
     def _serve(self) -> None:
         group = self._join(self._store.store, 1)
-        posted: queue.SimpleQueue[tuple[KVReady, Tensor, Work]] = queue.SimpleQueue()
+        posted: queue.SimpleQueue[tuple[KVReady, Tensor, Work, torch.Size, torch.dtype]] = queue.SimpleQueue()
         num_posted = 0
         while True:
             # Post everything announced so far, then wait for the oldest: credits run ahead of the data.
@@ -385,12 +437,14 @@ class LinkReceiver(_LinkThread):
                 if item is None:
                     return
                 message, shape, dtype = item
-                rows = torch.empty(shape, dtype=dtype)
-                work = group.recv(rows, message.seq)
+                size, kind = sent_as(shape, dtype, self._codec)
+                # Where the back-end can reach; gloo knows the CPU only.
+                sent = torch.empty(size, dtype=kind, device=getattr(group, "device", "cpu"))
+                work = group.recv(sent, message.seq)
                 self._send_credit(message.seq)
-                posted.put((message, rows, work))
+                posted.put((message, sent, work, shape, dtype))
                 num_posted += 1
-            message, rows, work = posted.get()
+            message, sent, work, shape, dtype = posted.get()
             work.wait()
             num_posted -= 1
-            self._on_arrival(Arrival(message, rows))
+            self._on_arrival(Arrival(message, decode(sent, shape, dtype, self._codec), sent))

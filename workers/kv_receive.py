@@ -6,14 +6,15 @@ for whatever reason, is unblocked with nothing in the pool: the engine then comp
 
 from __future__ import annotations
 
-import hmac
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import structlog
 import torch
+from torch import Tensor
 
 from paceline.cluster import failpoints, wire
 from paceline.cluster.config import LinkConfig
@@ -28,13 +29,16 @@ from paceline.cluster.types import (
     Grant,
     KVPart,
     KVReady,
+    LinkPlaced,
     Refuse,
     Reserve,
     WorkerInfo,
 )
 from paceline.workers.engine import Engine
-from paceline.workers.kv_cache import digest
-from paceline.workers.kv_link import BACKENDS, Arrival, LinkReceiver, LinkStore
+from paceline.workers.kv_codec import Codec
+from paceline.workers.kv_link import BACKENDS, Arrival, LinkReceiver, LinkStore, check_backend, store_arrival
+from paceline.workers.parallel.links import FarReceiver, RankLinks
+from paceline.workers.parallel.runner import ParallelRunner
 
 log = structlog.get_logger(__name__)
 
@@ -57,7 +61,7 @@ class Incoming:
     committed_at: float = 0.0
     """When the sender's "that was all" reached this process."""
     source: str = ""
-    """How the KV came: "link" or "local:<reason>"; empty while that is open."""
+    """How the KV came: "link", "link:<codec>" or "local:<reason>"; empty while that is open."""
     num_skipped: int = 0
     exposed_s: float = 0.0
     awaited: set[tuple[str, int]] = field(default_factory=set)
@@ -80,20 +84,31 @@ class HandoffReceiver:
         min_remote_tokens: int,
         metrics: Metrics,
         post: Callable[[Callable[[], object]], None],
+        codec: Codec = "none",
+        ranks: RankLinks | None = None,
     ) -> None:
-        """`post` runs something on the engine thread; prompts that lack fewer than `min_remote_tokens` are not awaited."""
+        """`ranks`: the engine's other ranks, which receive their heads themselves.
+
+        `post` runs something on the engine thread; prompts that lack fewer than `min_remote_tokens` are not awaited."""
         self._engine = engine
         self._me = me
         self._config = link
         self._min_remote_tokens = min_remote_tokens
         self._metrics = metrics
         self._post = post
-        self._heads = head_ranges(engine.runner.cache.layout.num_kv_heads, 1)
+        self._codec = codec
+        self._layout = msgspec.structs.replace(engine.runner.cache.layout, codec=codec)
+        self._ranks = ranks
+        self._num_ranks = engine.runner.group.size if isinstance(engine.runner, ParallelRunner) else 1
+        self._heads = head_ranges(engine.runner.cache.layout.num_kv_heads, self._num_ranks)
+        self._placing: dict[tuple[str, int], Incoming] = {}
+        """Whose message (link, number) is, of those that their rank was told to put into its pool."""
         self._open: dict[str, Incoming] = {}
         self._settled: OrderedDict[str, str] = OrderedDict()
         """Stream key -> why it needs no hand-off any more."""
-        self._links: dict[LinkKey, LinkReceiver] = {}
+        self._links: dict[LinkKey, LinkReceiver | FarReceiver] = {}
         self._num_links = 0
+        check_backend(link.backend)
         self._store = LinkStore(link.interface, link.timeout_s)
 
     def expect(self, stream: Stream, sender: WorkerInfo) -> Incoming:
@@ -267,7 +282,7 @@ class HandoffReceiver:
 
     def _parts(self, message: Reserve) -> tuple[KVPart, ...]:
         """Which heads come from whom; empty if the sender's KV does not fit this pool."""
-        if message.layout != self._engine.runner.cache.layout:
+        if message.layout != self._layout:
             return ()
         try:
             return exchange(message.heads, self._heads)
@@ -279,24 +294,47 @@ class HandoffReceiver:
         place = (peer, part.sender_rank, part.receiver_rank)
         link = self._links.get(place)
         if link is None or not link.is_usable:
-            link = self._links[place] = self._new_link(peer)
+            link = self._links[place] = self._new_link(peer, part.receiver_rank)
         return KVPart(*place[1:], part.head_start, part.num_heads, link.key)
 
-    def _new_link(self, peer: wire.Peer) -> LinkReceiver:
+    def _new_link(self, peer: wire.Peer, rank: int) -> LinkReceiver | FarReceiver:
         assert peer.identity is not None
         self._num_links += 1
         key = f"kv/{peer.identity.incarnation}/{self._me.incarnation}/{self._num_links}"
-        link = LinkReceiver(
-            key,
-            pair_key=peer.session_key,
-            store=self._store,
-            interface=self._config.interface,
-            timeout_s=self._config.timeout_s,
-            open_group=BACKENDS[self._config.backend],
-            on_poisoned=lambda key, reason: self._post(lambda: self._link_poisoned(key, reason)),
-            on_arrival=lambda arrival: self._post(lambda: self._arrived(peer, arrival)),
-            send_credit=lambda seq: peer.send_threadsafe(Credit(key, seq)),
-        )
+
+        def poisoned(key: str, reason: str) -> None:
+            self._post(lambda: self._link_poisoned(key, reason))
+
+        def credit(seq: int) -> None:
+            peer.send_threadsafe(Credit(key, seq))
+
+        link: LinkReceiver | FarReceiver
+        if rank == 0:
+            link = LinkReceiver(
+                key,
+                pair_key=peer.session_key,
+                store=self._store,
+                interface=self._config.interface,
+                timeout_s=self._config.timeout_s,
+                open_group=BACKENDS[self._config.backend],
+                on_poisoned=poisoned,
+                on_arrival=lambda arrival: self._post(lambda: self._arrived(peer, arrival)),
+                send_credit=credit,
+                codec=self._codec,
+            )
+        else:
+            assert self._ranks is not None
+            link = FarReceiver(
+                key,
+                self._ranks.peer(rank),
+                pair_key=peer.session_key,
+                store=(self._store.host, self._store.port),
+                on_poisoned=poisoned,
+                on_arrival=lambda message: self._post(lambda: self._arrived_at(rank, link, message)),
+                on_placed=lambda placed: self._post(lambda: self._placed(placed)),
+                send_credit=credit,
+            )
+            self._ranks.add(link)
         self._metrics.kv_links.labels("opened").inc()
         link.start()
         return link
@@ -311,25 +349,54 @@ class HandoffReceiver:
     def _arrived(self, peer: wire.Peer, arrival: Arrival) -> None:
         """Into the pool, then check what the pool holds: the digest covers the scatter as well."""
         message = arrival.message
+        incoming = self._awaiting(message)
+        if incoming is None:
+            return  # dropped meanwhile: the rows never touch the pool
+        cache, slots = self._engine.runner.cache, self._slots(incoming, message)
+        began = time.perf_counter()
+        ok = store_arrival(cache, slots, peer.session_key, arrival)
+        seconds = time.perf_counter() - began
+        if failpoints.enabled:
+            failpoints.hit("mid_transfer", message.request_id)
+        self._checked(incoming, ok, arrival.sent.nbytes, seconds)
+
+    def _arrived_at(self, rank: int, link: LinkReceiver | FarReceiver, message: KVReady) -> None:
+        """A rank has rows outside its pool. What it is told to do with them comes before any later step."""
+        assert isinstance(link, FarReceiver) and isinstance(self._engine.runner, ParallelRunner)
+        incoming = self._awaiting(message)
+        if incoming is None:
+            link.forget(message.seq)
+            return
+        self._placing[message.link_key, message.seq] = incoming
+        self._engine.runner.place(rank, message, self._slots(incoming, message))
+
+    def _placed(self, placed: LinkPlaced) -> None:
+        """A rank put rows into its pool and checked what the pool then held."""
+        incoming = self._placing.pop((placed.link_key, placed.seq), None)
+        if incoming is not None and incoming.handoff.is_open:
+            self._checked(incoming, placed.is_intact, placed.num_bytes, placed.digest_s)
+
+    def _awaiting(self, message: KVReady) -> Incoming | None:
+        """Who waits for this message, and no longer does when this returns."""
         incoming = self._open.get(f"{message.request_id}/{message.epoch}")
         transfer = (message.link_key, message.seq)
         if incoming is None or transfer not in incoming.awaited:
-            return  # dropped meanwhile: the rows never touch the pool
+            return None
         incoming.awaited.discard(transfer)
-        cache = self._engine.runner.cache
+        return incoming
+
+    def _slots(self, incoming: Incoming, message: KVReady) -> Tensor:
         table = self._engine.pool.table(incoming.stream.key)
-        slots = cache.slots(table, message.start, message.start + message.num_tokens)
-        cache.unpack(message, slots, arrival.rows)
-        if failpoints.enabled:
-            failpoints.hit("mid_transfer", message.request_id)
-        began = time.perf_counter()
-        mark = digest(peer.session_key, message, cache.pack(message, slots))
-        self._metrics.kv_digest_seconds.labels("received").inc(time.perf_counter() - began)
-        if not hmac.compare_digest(mark, message.digest):
+        return self._engine.runner.cache.slots(table, message.start, message.start + message.num_tokens)
+
+    def _checked(self, incoming: Incoming, ok: bool, num_bytes: int, digest_s: float) -> None:
+        """One message is in a pool and its digest was looked at."""
+        self._metrics.kv_digest_seconds.labels("received").inc(digest_s)
+        if not ok:
             self.drop(incoming, "digest")
             return
-        incoming.handoff.arrived(arrival.rows.nbytes, self._lease())
-        self._metrics.kv_bytes.labels("received").inc(arrival.rows.nbytes)
+        incoming.handoff.arrived(num_bytes, self._lease())
+        self._metrics.kv_bytes.labels("received").inc(num_bytes)
         self._metrics.kv_messages.labels("received").inc()
         self._try_complete(incoming)
 
@@ -342,7 +409,7 @@ class HandoffReceiver:
         incoming.exposed_s = now - incoming.committed_at
         self._metrics.handoff_seconds.observe(now - incoming.reserved_at)
         self._metrics.kv_skipped_tokens.inc(incoming.num_skipped)
-        self._settle(incoming, "link")
+        self._settle(incoming, "link" if self._codec == "none" else f"link:{self._codec}")
         assert incoming.peer is not None
         incoming.peer.send_threadsafe(CommitAck(handoff.request_id, handoff.epoch, True))
 

@@ -62,17 +62,7 @@ class LeanDecoder:
         self._norm = _weight(decoder.norm)
         self._head = PackedLinear(model.lm_head)
         self._layers = [self._repack(layer) for layer in decoder.layers]
-        positions = torch.arange(max_context)[None]
-        cos, sin = decoder.rotary_emb(self._embedding[None, :1], positions)
-        half = self._head_dim // 2
-        self._cos_PD = cos[0].contiguous().numpy()
-        # rotate_half(x) * sin = cat(-x2, x1) * sin = cat(x2, x1) * cat(-sin1, sin2)
-        self._sin_PD = torch.cat([-sin[0][:, :half], sin[0][:, half:]], dim=-1).contiguous().numpy()
-
-    @property
-    def rotations(self) -> tuple[FloatArray, FloatArray]:
-        """cos and sin [positions, D], the signs of rotate_half in sin."""
-        return self._cos_PD, self._sin_PD
+        self._cos_PD, self._sin_PD = rotations(model, max_context)
 
     @staticmethod
     def why_not(config: Any) -> str:
@@ -162,6 +152,17 @@ class LeanDecoder:
             q_THD, keys, values, batch.attention, scaling=self._scaling, window=window, backend="reference"
         )
         return out.view(len(queries), -1)
+
+
+def rotations(model: Any, max_context: int) -> tuple[FloatArray, FloatArray]:
+    """cos and sin [positions, D], the signs of rotate_half in sin."""
+    decoder = model.model
+    like = decoder.embed_tokens.weight.detach()[None, :1]
+    cos, sin = decoder.rotary_emb(like, torch.arange(max_context)[None])
+    half = cos.shape[-1] // 2
+    # rotate_half(x) * sin = cat(-x2, x1) * sin = cat(x2, x1) * cat(-sin1, sin2)
+    turned = torch.cat([-sin[0][:, :half], sin[0][:, half:]], dim=-1)
+    return cos[0].contiguous().numpy(), turned.contiguous().numpy()
 
 
 def _weight(norm: Any) -> FloatArray:

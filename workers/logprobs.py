@@ -7,23 +7,23 @@ then for the rows of the accepted path only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from paceline.cluster.scheduler import Segment, Stream
 from paceline.cluster.types import Logprobs
+from paceline.workers.raw_logits import RawLogits, whole
 
 
-def measure(logits_NV: Tensor, token_ids: Sequence[int], num_top: int) -> Logprobs:
+def measure(logits: RawLogits, token_ids: Sequence[int], num_top: int) -> Logprobs:
     """Log-probability and rank of one token in each row, and the row's most probable tokens.
 
     Args:
-        logits_NV: float32, raw.
+        logits: float32 [N, V], raw.
         token_ids: N of them.
         num_top: alternatives wanted; fewer if the vocabulary is smaller.
 
@@ -31,6 +31,7 @@ def measure(logits_NV: Tensor, token_ids: Sequence[int], num_top: int) -> Logpro
     >>> np.frombuffer(found.own, "<f4").round(3), np.frombuffer(found.ranks, "<i4")
     (array([-1.551], dtype=float32), array([3], dtype=int32))
     """
+    logits_NV = whole(logits)
     log_sums_N = logits_NV.logsumexp(-1)
     own_N = logits_NV.gather(-1, torch.as_tensor(list(token_ids), dtype=torch.int64)[:, None])[:, 0]
     ranks_N = (logits_NV >= own_N[:, None]).sum(-1)
@@ -57,11 +58,11 @@ class _Prompt:
         """Positions in [start, stop) whose logits are still wanted."""
         return range(max(start, self.num_done), min(stop, len(self.token_ids) - 1))
 
-    def add(self, logits_NV: Tensor) -> None:
-        """Rows from position `num_done` on."""
-        wanted = self.token_ids[self.num_done + 1 : self.num_done + 1 + len(logits_NV)]
-        self.pieces.append(measure(logits_NV, wanted, self.num_top))
-        self.num_done += len(logits_NV)
+    def add(self, logits: RawLogits) -> None:
+        """Rows from position `num_done` on, [N, V]."""
+        wanted = self.token_ids[self.num_done + 1 : self.num_done + 1 + len(logits)]
+        self.pieces.append(measure(logits, wanted, self.num_top))
+        self.num_done += len(logits)
 
     def joined(self) -> Logprobs:
         return Logprobs(
@@ -76,7 +77,7 @@ class LogprobBook:
     def __init__(self) -> None:
         self._num_top: dict[str, int] = {}
         self._prompts: dict[str, _Prompt] = {}
-        self._held: dict[str, Tensor] = {}
+        self._held: dict[str, RawLogits] = {}
         """Raw logits of this step's nodes, until the verdict."""
 
     def __bool__(self) -> bool:
@@ -106,21 +107,26 @@ class LogprobBook:
         rows = prompt.rows(segment.start, segment.start + segment.num_rows)
         return range(rows.start - segment.start, rows.stop - segment.start)
 
-    def take_prompts(
-        self, segments: Sequence[Segment], logits_RV: Tensor, positions: npt.NDArray[np.int64]
-    ) -> tuple[Tensor, npt.NDArray[np.int64]]:
-        """Read what `prompt_rows` asked for; the other rows and their positions."""
-        others = np.ones(len(positions), np.bool_)
+    def sampled_rows(self, segments: Sequence[Segment], num_rows: int) -> npt.NDArray[np.int64] | None:
+        """Of the step's rows those that `prompt_rows` did not ask for; None if it asked for none."""
+        others = np.ones(num_rows, np.bool_)
+        for start, stop, _ in self._prompts_in(segments):
+            others[start:stop] = False
+        return None if others.all() else np.flatnonzero(others)
+
+    def take_prompts(self, segments: Sequence[Segment], logits: RawLogits) -> None:
+        """Read what `prompt_rows` asked for out of the step's rows, [K, V]."""
+        for start, stop, prompt in list(self._prompts_in(segments)):
+            prompt.add(logits[start:stop])
+
+    def _prompts_in(self, segments: Sequence[Segment]) -> Iterator[tuple[int, int, _Prompt]]:
+        """Rows from, rows to, and whose they are."""
         at = 0
         for segment in segments:
             num = len(self.prompt_rows(segment))
             if num:
-                self._prompts[segment.stream.key].add(logits_RV[at : at + num])
-                others[at : at + num] = False
+                yield at, at + num, self._prompts[segment.stream.key]
             at += num + (len(segment.tree) if segment.tree is not None else segment.samples)
-        if others.all():
-            return logits_RV, positions
-        return logits_RV[torch.from_numpy(others)], positions[others]
 
     def prompt(self, stream: Stream) -> Logprobs | None:
         """All of a stream's prompt but its first token, once; None if it was not asked for."""
@@ -129,19 +135,19 @@ class LogprobBook:
 
     # -- output ------------------------------------------------------------------------------------------
 
-    def hold(self, segments: Sequence[Segment], logits_RV: Tensor) -> None:
+    def hold(self, segments: Sequence[Segment], logits: RawLogits) -> None:
         """Raw rows of all sampled segments in order: a tree's nodes, or one."""
         self._held.clear()
         at = 0
         for segment in segments:
             num = len(segment.tree) if segment.tree is not None else 1
             if segment.stream.key in self._num_top:
-                self._held[segment.stream.key] = logits_RV[at : at + num]
+                self._held[segment.stream.key] = logits[at : at + num]
             at += num
 
     def output(self, stream: Stream, path: Sequence[int], tokens: Sequence[int]) -> Logprobs | None:
         """Of the tokens one step emitted: node 0 decided the first, each node of `path` the next."""
-        logits_NV = self._held.pop(stream.key, None)
-        if logits_NV is None:
+        logits = self._held.pop(stream.key, None)
+        if logits is None:
             return None
-        return measure(logits_NV[[0, *path][: len(tokens)]], tokens, self._num_top[stream.key])
+        return measure(logits[[0, *path][: len(tokens)]], tokens, self._num_top[stream.key])

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from paceline.cluster.speculation import Tree
+from paceline.cluster.types import KVReady
 from paceline.kernels.tree_attention import AttentionPlan
 from paceline.workers.kv_cache import KVCache
 
+if TYPE_CHECKING:
+    from paceline.workers.sampling import Sample
+
 LayerHook = Callable[[int], None]
+
+
+class KVSend(msgspec.Struct, frozen=True, array_like=True):
+    """Rows that a rank pushes into one of its links once a layer's K and V of the step are in the pool."""
+
+    layer: int
+    """The layer behind which they are ready: the last of the message's."""
+    segment: int
+    """Of the step: its block table says where the rows are."""
+    rank: int
+    message: KVReady
 
 
 @dataclass(slots=True)
@@ -23,6 +40,7 @@ class PackedBatch:
 
     input_ids, position_ids: int64 [T]. slots: int64 [T], where each row's K and V go. keep: int64, rows whose logits
     are wanted, may be empty. on_layer: called with a layer's index once its K and V of all rows are in the pool.
+    sample: how kept rows are drawn, and sends: what of the pool leaves behind which layer, for runners of several ranks.
     """
 
     input_ids: Tensor
@@ -31,6 +49,15 @@ class PackedBatch:
     attention: AttentionPlan
     keep: Tensor
     on_layer: LayerHook | None = None
+    sample: Sample | None = None
+    sends: Sequence[KVSend] = ()
+
+    def slots_of(self, send: KVSend) -> Tensor:
+        """int64 [n]: where the rows of a send lie."""
+        size, message = self.attention.block_size, send.message
+        at = np.arange(message.start, message.start + message.num_tokens)
+        blocks = self.attention.tables[send.segment][at // size].astype(np.int64)
+        return torch.from_numpy(blocks * size + at % size)
 
 
 class BatchBuilder:

@@ -6,13 +6,15 @@ Any Hugging Face decoder that uses the attention interface runs unforked: its at
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
@@ -28,16 +30,20 @@ from transformers import (
 from transformers.utils import logging
 
 from paceline.cluster.errors import ModelError
-from paceline.cluster.model_files import check_model_files, read_object, weights_version
+from paceline.cluster.model_files import check_model_files, read_object, served_version
 from paceline.cluster.speculation import Tree
+from paceline.cluster.types import HeadRange
 from paceline.kernels.decide import best, decide
 from paceline.kernels.keyed_noise import gumbel_vocabulary
 from paceline.kernels.tree_attention import tree_attention
-from paceline.workers.few_rows import FewRowsDecoder
+from paceline.workers.cuda_graphs import GraphedDecoder, StaticStep
 from paceline.workers.kv_cache import KVCache
 from paceline.workers.layers import can_pack, pack_linears
-from paceline.workers.lean import LeanDecoder
+from paceline.workers.lean import LeanDecoder, rotations
 from paceline.workers.model_batch import BatchBuilder, PackedBatch
+from paceline.workers.whole_step import WholeStepDecoder, round_to_int8
+
+Graphs = Literal["off", "eager", "cuda"]
 
 
 @dataclass(slots=True)
@@ -58,18 +64,33 @@ def _attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    paceline_step: _Step | None = None,
+    paceline_step: _Step | StaticStep | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Hugging Face's attention hook. query [1, H, T, D], key and value [1, G, T, D], keys rotated already."""
     assert paceline_step is not None, "the paceline attention needs a step; use ModelRunner.forward"
-    if s_aux is not None:
-        raise ModelError("attention sinks (s_aux): expected none; this family cannot be served yet")
     if not getattr(module, "is_causal", True):
         raise ModelError("is_causal=False: expected a decoder, whose tokens see only what stands before them")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
+    if isinstance(paceline_step, StaticStep):
+        out = paceline_step.attend(
+            layer,
+            query[0].transpose(0, 1),
+            key[0].transpose(0, 1),
+            value[0].transpose(0, 1),
+            scaling=scaling if scaling is not None else query.shape[-1] ** -0.5,
+            window=sliding_window,
+            softcap=softcap,
+            sinks_H=None if s_aux is None else s_aux.detach(),
+        )
+        return out[None], None
     cache, batch = paceline_step.cache, paceline_step.batch
-    cache.write(layer, torch.from_numpy(batch.slots), key[0].transpose(0, 1), value[0].transpose(0, 1))
+    cache.write(
+        layer,
+        torch.from_numpy(batch.slots).to(cache.device),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+    )
     if batch.on_layer is not None:
         batch.on_layer(layer)
     out = tree_attention(
@@ -80,6 +101,7 @@ def _attention(
         scaling=scaling if scaling is not None else query.shape[-1] ** -0.5,
         window=sliding_window,
         softcap=softcap,
+        sinks_H=None if s_aux is None else s_aux.detach(),
         backend=paceline_step.attention,
     )
     return out[None], None
@@ -91,6 +113,8 @@ _LEAN_TOLERANCE = 1e-4
 """Largest difference of lean and plain logits, relative to the largest logit: rounding, nothing else."""
 _HOOK_TOLERANCE = 1e-3
 """The same for our attention and the family's own: sums in another order."""
+_HALF_TOLERANCE = 5e-2
+"""Instead of either where weights have eight bits of mantissa."""
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 """What a layer may be: everything it keeps of earlier tokens is K and V of each."""
 _SIZES = (
@@ -116,37 +140,60 @@ class ModelRunner:
         num_blocks: int,
         block_size: int,
         lean: bool = True,
-        few_rows: bool = False,
+        whole_step: bool = True,
+        int8_weights: bool = False,
         attention: str = "jit",
+        heads: HeadRange | None = None,
+        graphs: Graphs = "off",
+        max_streams: int = 64,
     ) -> None:
-        """See `load_runner`."""
+        """See `load_runner`. `heads`: KV heads of a model that was cut already; it is not checked here, and not repacked.
+
+        The pool lies where the model's weights do, and is of their type. `graphs`: "cuda" replays captured steps of up to
+        `max_streams` streams; "eager" is its plain twin, the same buffers without a capture.
+        """
         config = text_config(model.config)
+        if int8_weights:
+            round_to_int8(model)
         self.version = version
         self.vocab_size = int(config.vocab_size)
         self.max_context = int(config.max_position_embeddings)
-        layers, heads, dim = kv_shape(config)
+        layers, num_kv_heads, dim = kv_shape(config)
         self.cache = KVCache(
             num_layers=layers,
-            num_kv_heads=heads,
+            num_kv_heads=num_kv_heads,
             head_dim=dim,
             num_blocks=num_blocks,
             block_size=block_size,
             model_version=version,
+            heads=heads,
+            dtype=model.dtype,
+            device=model.device,
+            has_scratch=graphs != "off",
         )
-        self._attention = attention
+        self._is_on_gpu = model.device.type == "cuda"
+        self._attention = "triton" if self._is_on_gpu else attention
+        self._graphed: GraphedDecoder | None = None
         self._model: PreTrainedModel | None = model
         self._lean: LeanDecoder | None = None
-        self._few_rows: FewRowsDecoder | None = None
+        self._whole: WholeStepDecoder | None = None
+        self.weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        """Of what a step of one row reads, more or less: an embedding that is not the head's is read by rows."""
+        self._refused = ""
         self.path = "transformers"
-        """Which forward runs: "lean", with "few rows" or why not; or "transformers" and why not lean."""
-        self._check_hook(model)
-        if lean:
-            self._try_lean(config)
-        if few_rows and self._lean is not None:
-            self._try_few_rows(model)
-        if self._lean is not None:
+        """Which forward runs: "whole step" and its arithmetic, or "lean", or "transformers" and why neither."""
+        if heads is None:
+            self._check_hook(model)
+            if lean and graphs == "off" and not self._is_on_gpu:
+                if whole_step and attention == "jit":
+                    self._try_whole(config, int8_weights)
+                if self._whole is None:
+                    self._try_lean(config)
+        if self._whole is not None or self._lean is not None:
             self._model = None  # its weights live on, repacked
-        if can_pack() and self._lean is None:
+        if graphs != "off":
+            self._try_graphs(model, graphs, max_streams)
+        elif can_pack() and self._model is not None and not self._is_on_gpu:
             pack_linears(model)
         self._warm_up()
 
@@ -159,59 +206,70 @@ class ModelRunner:
         """
         ids, num = self._probe_ids()
         model.set_attn_implementation("eager")
-        tokens = torch.from_numpy(ids[None, : num + 1].astype(np.int64))
-        wanted: Tensor = model(input_ids=tokens, use_cache=False).logits[0, num - 1 :].float()
+        tokens = torch.from_numpy(ids[None, : num + 1].astype(np.int64)).to(model.device)
+        wanted: Tensor = model(input_ids=tokens, use_cache=False).logits[0, num - 1 :].float().cpu()
         model.set_attn_implementation("paceline")
         difference = float((self._probe()[:2] - wanted).abs().max())
-        if not difference <= _HOOK_TOLERANCE * float(wanted.abs().max()):  # NaN is refused too
+        tolerance = _HOOK_TOLERANCE if model.dtype == torch.float32 else _HALF_TOLERANCE
+        if not difference <= tolerance * float(wanted.abs().max()):  # NaN is refused too
             raise ModelError(
                 f"model_type={text_config(model.config).model_type!r}: logits through the paged pool differ from "
-                f"those of transformers by {difference:.1e}, expected at most {_HOOK_TOLERANCE:.0e} of the largest; "
+                f"those of transformers by {difference:.1e}, expected at most {tolerance:.0e} of the largest; "
                 "the family needs something our attention does not have"
             )
+
+    def _try_whole(self, config: Any, int8_weights: bool) -> None:
+        """Take whole steps if the family allows it and their logits are the plain ones."""
+        assert self._model is not None
+        reason = LeanDecoder.why_not(config) or WholeStepDecoder.why_not(self._model)
+        if reason:
+            self._refused = f", whole step not: {reason}"
+            return
+        plain = self._probe()
+        tables = rotations(self._model, self.max_context)
+        self._whole = whole = WholeStepDecoder(self._model, tables, int8_weights=int8_weights)
+        reason = _difference(self._probe(), plain)
+        if reason:
+            self._whole, self._refused = None, f", whole step not: {reason}"
+        else:
+            self.path, self.weight_bytes = f"whole step, {whole.arithmetic}", whole.weight_bytes
 
     def _try_lean(self, config: Any) -> None:
         """Take the lean path if the family allows it and its logits are the plain ones; else say why not."""
         assert self._model is not None
         reason = LeanDecoder.why_not(config) if can_pack() else "no oneDNN"
+        if not reason:
+            plain = self._probe()
+            self._lean = LeanDecoder(self._model, self.max_context)
+            reason = _difference(self._probe(), plain)
         if reason:
-            self.path = f"transformers: {reason}"
-            return
-        plain = self._probe()
-        self._lean = LeanDecoder(self._model, self.max_context)
-        difference = float((self._probe() - plain).abs().max())
-        if not difference <= _LEAN_TOLERANCE * max(1.0, float(plain.abs().max())):  # NaN is refused too
             self._lean = None
-            self.path = f"transformers: lean logits differ by {difference:.1e}"
-            return
-        self.path = "lean"
+            self.path = f"transformers: {reason}"
+        else:
+            self.path = f"lean{self._refused}"
 
-    def _try_few_rows(self, model: PreTrainedModel) -> None:
-        """Take the loop for few rows beside the lean path if the model allows it and the logits are the same."""
-        assert self._lean is not None
-        reason = FewRowsDecoder.why_not(model)
-        if reason:
-            self.path = f"lean, few rows not: {reason}"
-            return
-        few_rows = FewRowsDecoder(model, self._lean)
-        probe = self._few_rows_probe()
-        plain = self.forward(probe)
-        difference = float((few_rows.forward(probe, self.cache) - plain).abs().max())
-        if not difference <= _LEAN_TOLERANCE * max(1.0, float(plain.abs().max())):  # NaN is refused too
-            self.path = f"lean, few rows not: logits differ by {difference:.1e}"
-            return
-        self._few_rows = few_rows
-        self.path = "lean, few rows"
-
-    def _few_rows_probe(self) -> PackedBatch:
-        """Three tokens behind a chunk of fixed ones that is in the pool already."""
-        ids, num = self._probe_ids()
-        table = list(range(-(-len(ids) // self.cache.block_size)))
-        chunk, rest = BatchBuilder(self.cache), BatchBuilder(self.cache)
-        chunk.add_chunk(table, ids[:num], 0, keep_last=False)
-        self.forward(chunk.build()[0])
-        rest.add_chunk(table, ids[num : num + 3], num, keep_last=True, also=range(2))
-        return rest.build()[0]
+    def _try_graphs(self, model: PreTrainedModel, graphs: Graphs, max_streams: int) -> None:
+        """Take steps through fixed buffers if the model can be captured and its logits are the same; else say why not."""
+        plain = self._probe()
+        self._graphed = GraphedDecoder(
+            model,
+            self.cache,
+            max_streams,
+            self.max_context,
+            capture=graphs == "cuda",
+            backend="triton" if self._is_on_gpu else "pieces",
+        )
+        try:
+            difference = float((self._probe() - plain).abs().max())
+            reason = f"logits differ by {difference:.1e}"
+        except RuntimeError as error:  # something in the forward waits for the device
+            difference, reason = math.inf, str(error).partition("\n")[0]
+        tolerance = _LEAN_TOLERANCE if model.dtype == torch.float32 else _HALF_TOLERANCE
+        if difference <= tolerance * max(1.0, float(plain.abs().max())):
+            self.path = f"transformers, {graphs} graphs"
+        else:
+            self._graphed = None
+            self.path = f"transformers, graphs not: {reason}"
 
     def _probe_ids(self) -> tuple[np.ndarray, int]:
         """Fixed tokens that fit the smallest pool and context, and how many of them are the chunk."""
@@ -235,25 +293,45 @@ class ModelRunner:
         zero = torch.zeros(1, dtype=torch.int64)
         gumbel_vocabulary(zero, zero, zero, zero, 4)
 
+    def repeated(self, batch: PackedBatch) -> Callable[[], npt.NDArray[np.float32]] | None:
+        """A step over these rows, to be taken again after the batch's arrays were changed in place.
+
+        It returns float32 [len(keep), V], overwritten by the next call. None where no path can do that.
+        """
+        return None if self._whole is None else self._whole.repeated(batch, self.cache)
+
     @torch.inference_mode()
     def forward(self, batch: PackedBatch) -> Tensor:
         """Run one packed batch; float32 logits [len(keep), V]."""
-        if self._few_rows is not None and self._few_rows.takes(batch):
-            return self._few_rows.forward(batch, self.cache)
+        if self._whole is not None:
+            return self._whole.forward(batch, self.cache)
         if self._lean is not None:
             return self._lean.forward(batch, self.cache, self._attention)
         assert self._model is not None
+        if self._graphed is not None and self._graphed.takes(batch):
+            logits = self._graphed.forward(batch)
+            if logits is not None:
+                return logits.cpu()  # the one place where the host waits for the device
+        device = self.cache.device
         common = {
-            "input_ids": batch.input_ids[None],
-            "position_ids": batch.position_ids[None],
+            "input_ids": batch.input_ids[None].to(device),
+            "position_ids": batch.position_ids[None].to(device),
             "use_cache": False,
             "paceline_step": _Step(self.cache, batch, self._attention),
         }
         if len(batch.keep) == 0:
             self._model.base_model(**common)
             return torch.empty(0, self.vocab_size)
-        out: Tensor = self._model(**common, logits_to_keep=batch.keep).logits[0]
-        return out.float()
+        out: Tensor = self._model(**common, logits_to_keep=batch.keep.to(device)).logits[0]
+        return out.float().cpu()
+
+
+def _difference(found: Tensor, plain: Tensor) -> str:
+    """Why logits are not those of the plain path; empty if rounding is all that differs."""
+    difference = float((found - plain).abs().max())
+    if difference <= _LEAN_TOLERANCE * max(1.0, float(plain.abs().max())):  # NaN is refused too
+        return ""
+    return f"logits differ by {difference:.1e}"
 
 
 def load_runner(
@@ -262,20 +340,24 @@ def load_runner(
     kv_memory_mb: int,
     block_size: int,
     lean: bool = True,
-    few_rows: bool = False,
+    whole_step: bool = True,
+    int8_weights: bool = False,
     attention: str = "jit",
+    device: str = "cpu",
 ) -> tuple[ModelRunner, str]:
     """Load weights and make the pool; also returns why the pool has the size it has.
 
-    `lean=False` keeps to the plain Hugging Face forward. `few_rows` computes a few tokens of a small model in one loop:
-    its bits depend on the batch, so it is for drafts. `attention` is a backend of `tree_attention`.
+    `lean=False` keeps to the plain Hugging Face forward, `whole_step=False` to the lean one. `int8_weights` rounds every
+    linear's weights, which changes what the model says. `attention` is a backend of `tree_attention`. On `device` "cuda"
+    weights and pool are bfloat16 and steps run from CUDA graphs.
 
     Raises:
         ModelError: the folder, its weights or its family cannot be used.
     """
     config = load_model_config(folder)
     layers, heads, dim = kv_shape(text_config(config))
-    per_block = KVCache.bytes_per_token(layers, heads, dim) * block_size
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    per_block = KVCache.bytes_per_token(layers, heads, dim, dtype) * block_size
     num_blocks = (kv_memory_mb << 20) // per_block
     if num_blocks < 1:
         raise ModelError(
@@ -284,7 +366,9 @@ def load_runner(
         )
     reason = f"{kv_memory_mb} MB / ({per_block} bytes a block of {block_size} tokens)"
     model = load_model(folder, config)
-    version = weights_version(folder)
+    if device != "cpu":
+        model = model.to(device=torch.device(device), dtype=dtype)
+    version = served_version(folder, int8_weights=int8_weights)
     try:
         runner = ModelRunner(
             model,
@@ -292,8 +376,10 @@ def load_runner(
             num_blocks=num_blocks,
             block_size=block_size,
             lean=lean,
-            few_rows=few_rows,
+            whole_step=whole_step,
+            int8_weights=int8_weights,
             attention=attention,
+            graphs="off" if device == "cpu" else "cuda",
         )
     except ModelError as error:
         raise ModelError(f"model folder {folder}: {error}") from error

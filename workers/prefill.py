@@ -17,6 +17,7 @@ import time
 from dataclasses import dataclass, field
 from enum import Enum
 
+import msgspec
 import structlog
 
 from paceline.cluster import failpoints, wire
@@ -41,7 +42,9 @@ from paceline.cluster.types import (
 )
 from paceline.workers.base import Worker
 from paceline.workers.engine import Engine
-from paceline.workers.kv_link import BACKENDS, LinkSender
+from paceline.workers.kv_link import BACKENDS, LinkSender, check_backend
+from paceline.workers.model_batch import KVSend
+from paceline.workers.parallel.links import FarSender
 
 log = structlog.get_logger(__name__)
 
@@ -75,12 +78,10 @@ class PrefillJob:
     """When it may ask for blocks (again)."""
     num_refused: int = 0
     stream: Stream | None = None
-    links: list[tuple[KVPart, LinkSender]] = field(default_factory=list)
+    links: list[tuple[KVPart, LinkSender | FarSender]] = field(default_factory=list)
     num_messages: int = 0
     streamed: int = 0
-    """Tokens whose last layer was pushed."""
-    next_layer: int = 0
-    """First layer of the current chunk that was not pushed."""
+    """Tokens that left, or leave with this step."""
     computed_at: float = 0.0
 
     @property
@@ -100,7 +101,12 @@ class PrefillWorker(Worker):
 
     def load(self) -> None:
         prefill = self.config.prefill
-        runner = self.load_model(self.config.model.target, prefill)
+        check_backend(self.config.link.backend)
+        if self.config.kv.codec != "none":
+            log.warning("kv_codec_is_lossy", codec=self.config.kv.codec)
+        runner = self.load_model(
+            self.config.model.target, prefill, int8_weights=self.config.model.int8_weights, tp=prefill.tp
+        )
         self._engine = Engine(
             runner,
             token_budget=prefill.token_budget,
@@ -109,14 +115,16 @@ class PrefillWorker(Worker):
             metrics=self.metrics,
             prefix_cache=self.config.kv.prefix_cache,
         )
-        self._heads = head_ranges(runner.cache.layout.num_kv_heads, 1)
+        self._heads = head_ranges(runner.cache.layout.num_kv_heads, prefill.tp)
         self._jobs: dict[JobKey, PrefillJob] = {}
         self._by_stream: dict[str, PrefillJob] = {}
-        self._links: dict[tuple[wire.Peer, str], LinkSender] = {}
+        self._links: dict[tuple[wire.Peer, str], LinkSender | FarSender] = {}
+        self._sends: list[KVSend] = []
+        """What leaves in this step."""
 
     # -- event loop's thread -----------------------------------------------------------------------------
 
-    def on_message(self, peer: wire.Peer, message: Message) -> None:
+    def on_others(self, peer: wire.Peer, message: Message) -> None:
         match message:
             case Prefill():
                 self.spawn(self._accept(peer, message))
@@ -125,7 +133,7 @@ class PrefillWorker(Worker):
                 if link is not None:
                     link.credit(seq, accept)
             case _:
-                super().on_message(peer, message)
+                super().on_others(peer, message)
 
     async def _accept(self, gateway: wire.Peer, message: Prefill) -> None:
         """Connect to the decode worker, then let the engine thread take over."""
@@ -204,7 +212,7 @@ class PrefillWorker(Worker):
         me = self.member.me
         request_id, epoch = job.key
         job.state = JobState.RESERVING
-        layout = self._engine.runner.cache.layout
+        layout = msgspec.structs.replace(self._engine.runner.cache.layout, codec=self.config.kv.codec)
         job.decode.send_threadsafe(
             Reserve(
                 request_id,
@@ -263,7 +271,7 @@ class PrefillWorker(Worker):
         self._by_stream[job.stream.key] = job
         job.streamed = grant.start
         self._drop_links_but(job.decode, {part.link_key for part in grant.parts})
-        job.links = [(part, self._link_to(job.decode, grant, part.link_key)) for part in grant.parts]
+        job.links = [(part, self._link_to(job.decode, grant, part)) for part in grant.parts]
         job.state = JobState.COMPUTING
         job.deadline = time.monotonic() + _COMPUTE_LIMIT_S
 
@@ -272,24 +280,42 @@ class PrefillWorker(Worker):
         for place in [place for place in self._links if place[0] is decode and place[1] not in named]:
             self._links.pop(place).close()
 
-    def _link_to(self, decode: wire.Peer, grant: Grant, key: str) -> LinkSender:
-        """The link that the receiver named: the one that is up, or a new one."""
+    def _link_to(self, decode: wire.Peer, grant: Grant, part: KVPart) -> LinkSender | FarSender:
+        """The link that the receiver named, at the rank that has its heads: the one that is up, or a new one."""
+        key = part.link_key
         link = self._links.get((decode, key))
         if link is not None and link.is_usable:
             return link
-        config = self.config.link
-        link = LinkSender(
-            key,
-            pair_key=decode.session_key,
-            store=(grant.store_host, grant.store_port),
-            interface=config.interface,
-            timeout_s=config.timeout_s,
-            open_group=BACKENDS[config.backend],
-            overlap=config.overlap,
-            on_poisoned=lambda key, reason: self.post(lambda: self._link_poisoned(decode, key, reason)),
-            announce=decode.send_threadsafe,
-            on_sent=self._sent,
-        )
+
+        def poisoned(key: str, reason: str) -> None:
+            self.post(lambda: self._link_poisoned(decode, key, reason))
+
+        config, store = self.config.link, (grant.store_host, grant.store_port)
+        if part.sender_rank == 0:
+            link = LinkSender(
+                key,
+                pair_key=decode.session_key,
+                store=store,
+                interface=config.interface,
+                timeout_s=config.timeout_s,
+                open_group=BACKENDS[config.backend],
+                overlap=config.overlap,
+                codec=self.config.kv.codec,
+                on_poisoned=poisoned,
+                announce=decode.send_threadsafe,
+                on_sent=self._sent,
+            )
+        else:
+            link = FarSender(
+                key,
+                self.ranks.peer(part.sender_rank),
+                pair_key=decode.session_key,
+                store=store,
+                on_poisoned=poisoned,
+                announce=decode.send_threadsafe,
+                on_sent=self._sent,
+            )
+            self.ranks.add(link)
         self._links[decode, key] = link
         self.metrics.kv_links.labels("opened").inc()
         link.start()
@@ -313,7 +339,7 @@ class PrefillWorker(Worker):
         return self._engine.has_work
 
     def step(self) -> bool:
-        result = self._engine.step(on_layer=self._stream_layer)
+        result = self._engine.step(on_layer=self._stream_layer, sends=self._plan_sends)
         for stream in result.computed:
             # Every row is copied out by now: the pool's blocks are free for the next prompt.
             job = self._by_stream.pop(stream.key)
@@ -339,56 +365,58 @@ class PrefillWorker(Worker):
         for _, link in job.links:
             link.after(commit)
 
-    def _stream_layer(self, plan: Plan, layer: int) -> None:
-        """One layer's K and V of this step's chunks are in the pool: push them, or wait for more layers."""
-        for segment in plan.segments:
+    def _plan_sends(self, plan: Plan) -> list[KVSend]:
+        """What this step's chunks give each link, and behind which layer; known before anything is computed."""
+        self._sends = []
+        for index, segment in enumerate(plan.segments):
             job = self._by_stream.get(segment.stream.key)
-            if job is None:
-                continue
-            # From where the last message ended: a preempted prompt is computed again from the start, and is not sent
-            # twice; what was adopted from the prefix cache is computed by nobody, and is sent all the same.
-            self._push(job, layer, segment.start + segment.num_rows)
+            if job is not None:
+                # From where the last message ended: a preempted prompt is computed again from the start, and is not sent
+                # twice; what was adopted from the prefix cache is computed by nobody, and is sent all the same.
+                self._plan_job(job, index, segment.start + segment.num_rows)
+        return self._sends
 
-    def _push(self, job: PrefillJob, layer: int, stop: int) -> None:
-        """Push the tokens up to `stop` of the layers since the last message, if they are worth one."""
-        layout = self._engine.runner.cache.layout
-        if layer == 0:
-            job.next_layer = 0  # also where a preempted prompt's step was cut off
-        is_last = layer == layout.num_layers - 1
-        num_tokens, num_layers = stop - job.streamed, layer + 1 - job.next_layer
+    def _plan_job(self, job: PrefillJob, segment: int, stop: int) -> None:
+        """Messages with a job's tokens up to `stop`: of several layers together while they are short."""
+        layout, num_tokens = self._engine.runner.cache.layout, stop - job.streamed
         if num_tokens < 1:
             return
         row_bytes = 2 * layout.num_kv_heads * layout.head_dim * self._engine.runner.cache.dtype.itemsize
-        if is_last or num_tokens * num_layers * row_bytes >= _MESSAGE_BYTES:
-            step = self.config.prefill.token_budget
+        first, step = 0, self.config.prefill.token_budget
+        for layer in range(layout.num_layers):
+            is_last = layer == layout.num_layers - 1
+            if not is_last and num_tokens * (layer + 1 - first) * row_bytes < _MESSAGE_BYTES:
+                continue
             for start in range(job.streamed, stop, step):
                 for part, link in job.links:
-                    self._push_rows(job, part, link, num_layers, start, min(start + step, stop))
-            job.next_layer = layer + 1
-        if is_last:
-            job.streamed = stop
+                    num = min(start + step, stop) - start
+                    heads = (part.head_start, part.num_heads)
+                    message = KVReady(*job.key, link.key, first, layer + 1 - first, *heads, start, num)
+                    self._sends.append(KVSend(layer, segment, part.sender_rank, message))
+                    job.num_messages += 1
+            first = layer + 1
+        job.streamed = stop
 
-    def _push_rows(
-        self, job: PrefillJob, part: KVPart, link: LinkSender, num_layers: int, start: int, stop: int
-    ) -> None:
-        """One message: `num_layers` layers' K and V of a part's heads, tokens [start, stop)."""
-        assert job.stream is not None
+    def _stream_layer(self, plan: Plan, layer: int) -> None:
+        """One layer's K and V of this step's chunks are in the pool: push what is to go now. Other ranks push theirs."""
         cache = self._engine.runner.cache
-        message = KVReady(
-            *job.key,
-            link.key,
-            job.next_layer,
-            num_layers,
-            part.head_start,
-            part.num_heads,
-            start,
-            stop - start,
-        )
-        rows = cache.pack(message, cache.slots(self._engine.pool.table(job.stream.key), start, stop))
-        link.push(message, rows)
-        job.num_messages += 1
-        if failpoints.enabled:
-            failpoints.hit("mid_transfer", job.key[0])
+        for send in self._sends:
+            if send.layer != layer or send.rank != 0:
+                continue
+            job, message = self._by_stream[plan.segments[send.segment].stream.key], send.message
+            assert job.stream is not None
+            table = self._engine.pool.table(job.stream.key)
+            slots = cache.slots(table, message.start, message.start + message.num_tokens)
+            if cache.device.type == "cuda":
+                # One pass over the pool, on the device; on a CPU the link's thread takes the digest meanwhile.
+                rows, mark = cache.pack_marked(job.decode.session_key, message, slots)
+            else:
+                rows, mark = cache.pack(message, slots), None
+            link = next(link for _, link in job.links if link.key == message.link_key)
+            assert isinstance(link, LinkSender)
+            link.push(message, rows, mark)
+            if failpoints.enabled:
+                failpoints.hit("mid_transfer", job.key[0])
 
     def _end(self, job: PrefillJob, reason: str, *, tell_decode: bool = False) -> None:
         """Forget a hand-off and free its blocks. Staged rows stay with the link until their credits came."""

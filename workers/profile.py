@@ -11,7 +11,8 @@ from paceline.cluster.speculation import Tree
 from paceline.workers.model_batch import BatchBuilder
 from paceline.workers.model_runner import ModelRunner
 
-ROWS = (1, 2, 4, 8, 16, 32, 64)
+ROWS = (1, 2, 4, 8, 16, 17, 32, 33, 64)
+"""Where arithmetic goes by blocks of sixteen rows, one row more costs a block."""
 _CONTEXT = 64
 _REPEATS = 9
 

@@ -31,7 +31,7 @@ from paceline.workers.drafters.base import Context, Drafter, Outcome, make
 from paceline.workers.drafters.fused import FusedDrafter, choices
 from paceline.workers.engine import Engine, StepResult
 from paceline.workers.kv_cache import KVCache
-from paceline.workers.model_batch import PackedBatch
+from paceline.workers.model_batch import KVSend, PackedBatch
 from paceline.workers.model_runner import ModelRunner
 
 _BLOCK_SIZE = 16
@@ -118,6 +118,18 @@ class TimedRunner:
         """That of the runner."""
         self._clock.advance(float(self._cost(len(batch.slots))))
         return self._runner.forward(batch)
+
+    def repeated(self, batch: PackedBatch) -> Callable[[], npt.NDArray[np.float32]] | None:
+        """That of the runner; each step takes what a forward does."""
+        step = self._runner.repeated(batch)
+        if step is None:
+            return None
+
+        def take() -> npt.NDArray[np.float32]:
+            self._clock.advance(float(self._cost(len(batch.slots))))
+            return step()
+
+        return take
 
 
 class TimedDrafter(Drafter):
@@ -212,7 +224,7 @@ class TextEngine(Engine):
         return stream
 
     def _forward(
-        self, plan: Plan, hook: Callable[[int], None] | None
+        self, plan: Plan, hook: Callable[[int], None] | None, sends: Sequence[KVSend] = ()
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         costs, num_streams = self._costs, len(plan.segments)
         self._text_clock.advance(float(self._cost(plan.num_rows)))

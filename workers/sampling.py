@@ -23,6 +23,9 @@ from paceline.cluster.types import Sampling
 from paceline.kernels.decide import decide
 from paceline.kernels.filter_logits import filter_logits
 from paceline.kernels.keyed_noise import gumbel_vocabulary
+from paceline.workers import fused_sampling
+from paceline.workers.adjust import Changes, apply_changes, joined_changes
+from paceline.workers.raw_logits import RawLogits
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +96,11 @@ class CachedNoise:
     A stream asks for most positions several times (siblings, redrafts, the verify step), and for the next ones soon.
     """
 
-    def __init__(self, max_bytes: int = 32 << 20, span: int = 16) -> None:
+    def __init__(self, max_bytes: int = 32 << 20, span: int = 16, first_id: int = 0) -> None:
+        """`first_id`: where a shard of the vocabulary begins, a multiple of 4."""
         self._max_bytes = max_bytes
         self._span = span
+        self._first_id = first_id
         self._blocks: OrderedDict[tuple[int, ...], FloatArray] = OrderedDict()
         self._bytes = 0
 
@@ -126,13 +131,14 @@ class CachedNoise:
         row: FloatArray = noise[offset]
         return row
 
-    @staticmethod
-    def _compute(stream: tuple[int, int, int], span: range, num_ids: int) -> FloatArray:
+    def _compute(self, stream: tuple[int, int, int], span: range, num_ids: int) -> FloatArray:
         positions = torch.arange(span.start, span.stop)
         seed, choice, prompt = (
             torch.full_like(positions, value) for value in (_signed(stream[0]), *stream[1:])
         )
-        noise: FloatArray = gumbel_vocabulary(seed, positions, choice, prompt, num_ids).numpy()
+        noise: FloatArray = gumbel_vocabulary(
+            seed, positions, choice, prompt, num_ids, first_id=self._first_id
+        ).numpy()
         return noise
 
 
@@ -174,4 +180,31 @@ def choose(
     logits_RV: Tensor, rows: SamplingRows, noise: NoiseSource | None = None
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     """The decided token of each row, and whether the row was usable (no NaN, something left to draw)."""
+    if logits_RV.is_cuda:
+        return fused_sampling.choose(logits_RV, rows.samplings, rows.positions)
     return decide(perturb(logits_RV, rows, noise))
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What is drawn from the rows of one step, known before it runs: R of the rows whose logits are kept."""
+
+    rows: npt.NDArray[np.int64] | None
+    """Which of the kept ones, int64 [R]; None: all of them."""
+    params: SamplingRows
+    changes: Sequence[Changes]
+    starts: Sequence[int]
+    """As `apply_changes` takes them, counted among the R."""
+
+    def decide(
+        self, logits: RawLogits, noise: NoiseSource
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """`choose` for these rows; where they lie on several ranks, those have decided already."""
+        if not isinstance(logits, Tensor):
+            assert logits.decided is not None
+            return logits.decided
+        rows = logits if self.rows is None else logits[torch.from_numpy(self.rows)]
+        if rows.is_cuda:  # changes, filters, noise and choice in one
+            changes = joined_changes(self.changes, self.starts) if self.changes else None
+            return fused_sampling.choose(rows, self.params.samplings, self.params.positions, changes)
+        return choose(apply_changes(rows, self.changes, self.starts), self.params, noise)

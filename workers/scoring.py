@@ -334,7 +334,7 @@ def rank(
 
 def load_draft(folder: Path, kv_memory_mb: int = 64) -> ModelRunner:
     """A version as a draft worker loads it."""
-    return load_runner(folder, kv_memory_mb=kv_memory_mb, block_size=_BLOCK_SIZE, few_rows=True)[0]
+    return load_runner(folder, kv_memory_mb=kv_memory_mb, block_size=_BLOCK_SIZE)[0]
 
 
 def newest(

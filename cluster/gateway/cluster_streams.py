@@ -113,6 +113,8 @@ class ClusterStreams:
         """What the router was asked; None is its end."""
         self._news = asyncio.Event()
         self._num_waiting = 0
+        self._num_decodes = config.decode.replicas
+        """As many as there ever were: their number may change without a restart of gateways."""
         self._num_runs = 0
         self._quarantine = Quarantine()
         self._told: wire.Peer | None = None
@@ -181,6 +183,7 @@ class ClusterStreams:
         )
 
     def on_directory(self, directory: Directory) -> None:
+        self._num_decodes = max(self._num_decodes, sum(w.role == "decode" for w in directory.workers))
         self._news.set()
         router = self.member.router
         if router is not None and router is not self._told:
@@ -351,7 +354,7 @@ class ClusterStreams:
         if assignment.reason == NO_ROOM:
             self._metrics.turned_away.labels("no_room").inc()
             raise Overloaded("all workers are busy and their queues are full", assignment.retry_after_s)
-        if self._num_waiting >= self._config.decode.replicas * self._policy.max_streams:
+        if self._num_waiting >= self._num_decodes * self._policy.max_streams:
             self._metrics.turned_away.labels("no_worker").inc()
             raise Overloaded("too many requests wait for a worker already", _BLIND_RETRY_S)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 from fastapi import FastAPI, Request, Response
+from msgspec import UNSET
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 
@@ -69,7 +70,12 @@ class Ingress:
         self._names = TokenNames(tokenizer)
         self._metrics = metrics
         self._max_context = max_context
-        self._model = replies.Model(id=config.model.name, created=int(time.time()), max_model_len=max_context)
+        self._model = replies.Model(
+            id=config.model.name,
+            created=int(time.time()),
+            max_model_len=max_context,
+            quantization="int8" if config.model.int8_weights else UNSET,
+        )
 
     async def chat(self, request: Request) -> Response:
         return await self._generate(request, self._prepare_chat, replies.ChatStyle)

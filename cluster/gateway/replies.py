@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -130,6 +130,8 @@ class Model(Reply, frozen=True, kw_only=True):
     id: str
     created: int
     max_model_len: int
+    quantization: Literal["int8"] | UnsetType = UNSET
+    """The weights were rounded: `model.int8_weights`."""
     object: str = "model"
     owned_by: str = "paceline"
 

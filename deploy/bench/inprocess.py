@@ -53,7 +53,7 @@ def draft_model(folder: Path, speculation: SpeculationConfig | None = None) -> D
     """A draft model in the same process, trees as deep and wide as the cluster's default."""
     shape = speculation or SpeculationConfig()
     config = DraftConfig()
-    runner, _ = load_runner(folder, kv_memory_mb=config.kv_memory_mb, block_size=BLOCK_SIZE, few_rows=True)
+    runner, _ = load_runner(folder, kv_memory_mb=config.kv_memory_mb, block_size=BLOCK_SIZE)
 
     def make_one(target: ModelRunner) -> Drafter:
         engine = DraftEngine(runner, token_budget=config.token_budget, prefix_cache=False)
@@ -68,7 +68,7 @@ def drafters(folder: Path, speculation: SpeculationConfig | None = None) -> Draf
     """The configured sources under a controller, with the draft model in this process."""
     shape = speculation or SpeculationConfig()
     config = DraftConfig()
-    runner, _ = load_runner(folder, kv_memory_mb=config.kv_memory_mb, block_size=BLOCK_SIZE, few_rows=True)
+    runner, _ = load_runner(folder, kv_memory_mb=config.kv_memory_mb, block_size=BLOCK_SIZE)
 
     def make_all(target: ModelRunner) -> Drafter:
         engine = DraftEngine(runner, token_budget=config.token_budget, prefix_cache=False)

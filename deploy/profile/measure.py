@@ -168,15 +168,16 @@ class PairBench:
     def __init__(self, config: ClusterConfig, plan: Plan, say: Say) -> None:
         self.config, self.plan, self._say = config, plan, say
         say("loading the target")
-        self.target = self._load(config.model.target, config.decode)
+        self.target = self._load(config.model.target, config.decode, int8=config.model.int8_weights)
         say("loading the draft")
         self.draft = self._load(config.model.draft, config.draft)
 
-    def _load(self, name: str, engine: EngineConfig) -> ModelBench:
+    def _load(self, name: str, engine: EngineConfig, *, int8: bool = False) -> ModelBench:
         runner, _ = load_runner(
             model_folder(name),
             kv_memory_mb=engine.kv_memory_mb,
             block_size=self.config.kv.block_size,
+            int8_weights=int8,
         )
         return ModelBench(runner, self.config.limits.max_context, self.plan)
 

@@ -91,6 +91,16 @@ def test_a_peer_cannot_be_dead_before_two_pings() -> None:
     assert error_of("link.dead_s=1.5") == "link.dead_s=1.5: expected at least 2 * link.ping_s = 2.0"
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_ranks_and_a_limit_per_node_do_not_go_together(role: str) -> None:
+    """Ray Serve refuses it later, in other words; one of them is fine."""
+    expected = f"{role}.tp=2: expected 1 with {role}.max_per_node=1, or {role}.max_per_node=0"
+
+    assert error_of(f"{role}.tp=2", f"{role}.max_per_node=1").startswith(expected)
+    load_config(None, [f"{role}.tp=2"])
+    load_config(None, [f"{role}.max_per_node=1"])
+
+
 def test_every_number_has_two_ends() -> None:
     """An `int` or `float` without a range would accept what no worker can live with."""
     open_ended = [n for n, f in fields() if f.annotation in (int, float) and len(limits(f)) != 2]

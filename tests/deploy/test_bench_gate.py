@@ -16,9 +16,10 @@ from paceline.cluster.learning.config import GateConfig
 from paceline.cluster.learning.counterfactual import Policy, Scores
 from paceline.cluster.learning.gate import Interval, decide
 from paceline.cluster.types import Request, Sampling
-from paceline.deploy.bench.learn.candidates import Workshop, batches
+from paceline.deploy.bench.learn.candidates import Workshop
 from paceline.deploy.bench.learn.gate import Curve, Size, Trial, request_of
-from paceline.deploy.models.corpus import NO_LOSS
+from paceline.deploy.bench.learn.training import captured
+from paceline.workers.model_runner import load_runner
 from paceline.workers.replay import Text
 
 
@@ -71,14 +72,34 @@ def test_mixing_goes_from_one_to_the_other_and_noise_from_a_seed(shop: Workshop)
     torch.testing.assert_close(half[key], (base[key] + noisy[key]) / 2, rtol=0.02, atol=1e-3)
 
 
-def test_only_outputs_are_learnt() -> None:
-    texts = [Text(Request(f"r{i}", (1, 2, 3), Sampling(i), 4), tuple(range(10, 12 + i))) for i in range(12)]
-    inputs, labels = next(batches(texts, seed=0))
+def test_training_is_the_trainers_own_and_leaves_snapshots(shop: Workshop) -> None:
+    """Weights change step by step, from the seed; what is there is not made again."""
+    texts = [
+        Text(Request(f"r{i}", (1, 20 + i, 3), Sampling(i), 9), tuple(range(10, 18 + i))) for i in range(6)
+    ]
 
-    for row_in, row_out in zip(inputs.tolist(), labels.tolist(), strict=True):
-        learnt = [token for token in row_out if token != NO_LOSS]
-        assert row_in[:3] == [1, 2, 3] and row_out[:2] == [NO_LOSS, NO_LOSS]
-        assert learnt == list(range(10, 10 + len(learnt)))
+    shop.train("two", "", texts, steps=2, snapshots={1: "one"}, seed=0)
+    shop.train("again", "", texts, steps=1, snapshots={}, seed=0)
+    began = (shop.folder("two") / "done").stat().st_mtime_ns
+    shop.train("two", "", texts, steps=2, snapshots={1: "one"}, seed=0)
+
+    key = "model.layers.0.mlp.up_proj.weight"
+    base, one, two, again = (shop.state(name)[key] for name in ("", "one", "two", "again"))
+    assert torch.equal(one, again) and not torch.equal(one, base) and not torch.equal(two, one)
+    assert (shop.folder("two") / "done").stat().st_mtime_ns == began
+
+
+def test_what_a_text_teaches_stands_at_the_prefix_before_each_token() -> None:
+    """Row i of a captured text is what the target says before its output token i, and no row is the prompt's."""
+    runner, _ = load_runner(TARGET, kv_memory_mb=16, block_size=16)
+    prompt, output = (5, 6, 7, 8), (9, 10, 11)
+    record = captured(Request("r", prompt, Sampling(1), 3), output, runner)
+
+    for i in range(3):
+        longer = captured(Request("r", (*prompt, *output[:i]), Sampling(1), 1), output[i:], runner)
+        np.testing.assert_array_equal(record.top_ids[i], longer.top_ids[0])
+        np.testing.assert_allclose(record.top_logits[i], longer.top_logits[0], atol=1e-4)
+    assert record.num_rows == 3
 
 
 def trial(truth: float, gain: float) -> Trial:

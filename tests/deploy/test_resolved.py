@@ -10,7 +10,7 @@ from paceline.cluster.config import ClusterConfig, load_config, model_folder
 from paceline.cluster.errors import ConfigError
 from paceline.deploy import local
 from paceline.deploy.placement import engine_placement, link_address
-from paceline.deploy.resolved import derived, settings
+from paceline.deploy.resolved import check_ranks, derived, settings
 from paceline.workers.model_runner import load_runner
 
 
@@ -34,6 +34,8 @@ def values(*changes: str) -> dict[str, tuple[str, str]]:
         (("speculation.enabled=false",), "drafts", "off", "speculation.enabled=false"),
         (("draft.replicas=0",), "drafts", "suffix", "draft.replicas=0"),
         (("link.interface=node",), "links bind to", "node", "Ray knows"),
+        (("decode.tp=2",), "decode KV", "4096 blocks", "96 MB on each of 2 ranks / 24576 bytes a block"),
+        (("decode.tp=4",), "decode KV", "4096 blocks", "96 MB on each of 4 ranks / 24576 bytes a block"),
     ],
 )
 def test_every_derived_value_has_its_reason(
@@ -118,3 +120,27 @@ def test_what_needs_several_nodes_is_refused_on_one_machine(change: dict[str, An
     config = load_config(None, [f"{name}={value}" for name, value in change.items()])
     with pytest.raises(ConfigError, match=complaint):
         local.check_fits_one_node(config)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_ranks_that_cannot_share_the_target_are_refused_before_anything_starts(role: str) -> None:
+    """The bundled target has 8 attention heads and 2 KV heads."""
+    for tp in (1, 2, 4, 8):
+        check_ranks(load_config(None, [f"{role}.tp={tp}"]))
+
+    with pytest.raises(ConfigError, match=rf"{role}\.tp=3: expected a divisor of .*num_attention_heads=8"):
+        check_ranks(load_config(None, [f"{role}.tp=3"]))
+    check_ranks(load_config(None, ["prefill.tp=3", "prefill.replicas=0"]))
+
+
+def test_ranks_of_a_worker_are_packed_on_one_node_and_counted() -> None:
+    """A bundle for each; what a section asks for is for each rank."""
+    settings = ("decode.tp=2", "decode.num_cpus=0.5", "decode.resources={blue: 2}", "decode.replicas=3")
+    one, two = load_config(None, ["decode.num_cpus=0.5", "decode.replicas=3"]), load_config(None, settings)
+    placed = engine_placement(two.decode)
+
+    assert placed["placement_group_bundles"] == [{"CPU": 0.5, "blue": 2.0}] * 2
+    assert placed["placement_group_strategy"] == "STRICT_PACK"
+    assert "placement_group_bundles" not in engine_placement(one.decode)
+    assert local.needed_cpus(two) == local.needed_cpus(one) + 1.5
+    assert local.needed_resources(two)["blue"] == 12.0

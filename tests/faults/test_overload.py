@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -131,12 +131,12 @@ async def test_a_request_that_kills_is_found_by_running_alone_and_kept_out(
     original = Engine.step
     victims: list[set[str]] = []
 
-    def step(self: Engine, on_layer: Callable[..., None] | None = None) -> StepResult:
+    def step(self: Engine, *hooks: Any, **named: Any) -> StepResult:
         streams = list(self.scheduler)
         if any(s.request.prompt_ids == poison and s.num_output >= 3 for s in streams):
             victims.append({s.request.id.partition("@")[0] for s in streams})
             raise MemoryError("poisoned")
-        return original(self, on_layer)
+        return original(self, *hooks, **named)
 
     async with h.cluster(models, *QUIET) as cluster:
         for name in "ab":

@@ -1,4 +1,4 @@
-"""Tiny random models of six families -> runners and oracles, each loaded once a session."""
+"""Tiny random models of eight families -> runners and oracles, each loaded once a session."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Phi3Config,
     PreTrainedModel,
     Qwen3Config,
 )
@@ -59,6 +61,16 @@ CONFIGS: dict[str, Callable[[], object]] = {
         attn_logit_softcapping=2.0,  # low enough to bend the scores of a random model
         final_logit_softcapping=3.0,
         tie_word_embeddings=False,
+    ),
+    "phi3": lambda: Phi3Config(**COMMON, sliding_window=13),
+    "gpt_oss": lambda: GptOssConfig(
+        **COMMON,
+        head_dim=16,
+        sliding_window=9,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        layer_types=GEMMA_LAYERS,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     ),
 }
 """A family's place is the seed of its weights: new ones go last."""

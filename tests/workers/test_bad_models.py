@@ -20,7 +20,6 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     BertConfig,
     BloomConfig,
-    GptOssConfig,
     LlamaConfig,
     MambaConfig,
     PreTrainedConfig,
@@ -313,12 +312,6 @@ FOREIGN: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
     "no attention": (
         lambda: MambaConfig(vocab_size=211, hidden_size=32, num_hidden_layers=1, state_size=4),
         "attention interface",
-    ),
-    "attention sinks": (
-        lambda: GptOssConfig(
-            **SIZES, num_key_value_heads=2, head_dim=8, num_local_experts=2, num_experts_per_tok=1
-        ),
-        "attention sinks",
     ),
     "linear attention": (
         lambda: Qwen3NextConfig(**SIZES, num_key_value_heads=2, head_dim=8, num_experts=2),

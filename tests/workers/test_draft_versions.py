@@ -35,7 +35,7 @@ PROMPT = tuple(range(3, 40))
 
 
 def fresh(folder: Path) -> ModelRunner:
-    return load_runner(folder, kv_memory_mb=1, block_size=BLOCK, few_rows=True)[0]
+    return load_runner(folder, kv_memory_mb=1, block_size=BLOCK)[0]
 
 
 def folder_of(ref: DraftRef) -> Path:
@@ -451,8 +451,8 @@ def test_weights_that_changed_in_memory_are_noticed(bench: Bench, others: list[D
     """The probe is compared with what a fresh load gave, not with what the handle is called."""
     bench.go(1, others[0], live=bench.base)
     held = bench.versions._held[others[0].version].runner
-    assert held._lean is not None
-    held._lean._embedding.mul_(1.01)
+    assert held._whole is not None
+    held._whole._embedding *= 1.01
     bench.go(2, others[0], live=others[0])
 
     assert bench.versions.live == bench.base.version

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -616,8 +617,8 @@ def test_unusable_rows_of_a_tree_cost_a_step_and_nothing_else(
     engine = Engine(make_runner("llama"), token_budget=64, max_streams=1, drafter=drafter)
     forward = engine._forward
 
-    def all_but_the_root(plan: Plan, hook: Callable[[int], None] | None) -> tuple[np.ndarray, np.ndarray]:
-        decided, usable = forward(plan, hook)
+    def all_but_the_root(plan: Plan, *hooks: Any) -> tuple[np.ndarray, np.ndarray]:
+        decided, usable = forward(plan, *hooks)
         usable = usable.copy()
         usable[1:] = False
         return decided, usable

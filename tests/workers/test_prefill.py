@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 import harness as h
-from paceline.cluster.handoff import head_ranges
 from paceline.cluster.prefixes import PrefixIndex
-from paceline.cluster.types import HeadRange
 from paceline.workers.decode import DecodeWorker
 from paceline.workers.engine import Engine
 from paceline.workers.kv_link import BACKENDS
@@ -50,19 +48,16 @@ def counted(worker: PrefillWorker | DecodeWorker, name: str) -> float:
     return sum(s.value for s in samples if s.name in (f"paceline_{name}_total", f"paceline_{name}_count"))
 
 
-async def pool_after(
-    models: Path, *settings: str, heads: tuple[HeadRange, ...] | None = None
-) -> tuple[Tensor, int]:
+async def pool_after(models: Path, *settings: str) -> tuple[Tensor, int]:
     """The decode worker's pool after one hand-off, [layers, 2, n, G, D], and how many messages it took."""
     fixed = ("speculation.enabled=false", "prefill.token_budget=64")
     async with h.cluster(models, *fixed, *settings) as cluster:
         prefill, decode = await pair(cluster)
-        prefill._heads = heads or prefill._heads
         tokens, report = await cluster.run(h.request("r", PROMPT, 8))
 
         assert report.kv_sources == ["link"]
         assert report.kv_bytes == (len(PROMPT) - 1) * TOKEN_BYTES
-        assert counted(decode, "kv_links") == len(heads or (0,))
+        assert counted(decode, "kv_links") == 1
         slots = torch.arange(len(PROMPT) - 1)
         pool = torch.stack([decode._engine.runner.cache.gather(layer, slots) for layer in range(LAYERS)])
         num_messages = int(counted(decode, "kv_messages"))
@@ -81,16 +76,6 @@ async def test_plain_and_overlapped_sending_fill_the_same_pool(models: Path, bac
 
     assert torch.equal(overlapped, plain)
     assert overlapped.abs().sum(dim=(1, 3, 4)).all(), "a row is missing"
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-async def test_two_head_ranges_over_two_links_fill_the_same_pool_as_one(models: Path, backend: str) -> None:
-    """A sender of two ranks: each sends its heads over a link of its own, each part with its own digests."""
-    whole, num_whole = await pool_after(models, f"link.backend={backend}")
-    parts, num_parts = await pool_after(models, f"link.backend={backend}", heads=head_ranges(HEADS, 2))
-
-    assert torch.equal(parts, whole)
-    assert num_parts == 2 * num_whole
 
 
 async def test_layers_of_a_short_chunk_travel_together(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from paceline.cluster.errors import ConfigError
 from paceline.cluster.learning.capture import ShardReader
 from paceline.cluster.learning.counterfactual import Costs, Policy
 from paceline.cluster.learning.orders import OrderSettings
-from paceline.cluster.model_files import weights_version
+from paceline.cluster.model_files import served_version
 from paceline.cluster.types import DraftRef, TrainOrder
 from paceline.workers.model_runner import load_runner
 from paceline.workers.profile import measure_step_cost
@@ -47,7 +47,9 @@ def score_order(
     reader = ShardReader.of(config.learning)
     base = fetch(order.base)
     between()
-    target = common.target or weights_version(model_folder(config.model.target))
+    target = common.target or served_version(
+        model_folder(config.model.target), int8_weights=config.model.int8_weights
+    )
     how: dict[str, Any] = {
         "target_version": target,
         "policy": Policy.of(config.speculation, common.streams, first_is_plain=config.prefill.replicas == 0),
@@ -73,7 +75,10 @@ def _costs(config: ClusterConfig, common: OrderSettings, draft: Path, between: C
     else:
         folder = model_folder(config.model.target)
         runner, _ = load_runner(
-            folder, kv_memory_mb=config.draft.kv_memory_mb, block_size=config.kv.block_size
+            folder,
+            kv_memory_mb=config.draft.kv_memory_mb,
+            block_size=config.kv.block_size,
+            int8_weights=config.model.int8_weights,
         )
         between()
         cost = measure_step_cost(runner)

@@ -1,0 +1,1 @@
+"""One target on several ranks: tensor parallelism of prefill and decode workers."""
