@@ -39,7 +39,7 @@ class Metrics:
         )
         self.forward = Gauge(
             "paceline_forward_info",
-            "1 for the forward a worker runs: lean, or transformers and why not lean.",
+            "1 for the forward a worker runs: whole step and its arithmetic, lean, or transformers, and why not the former.",
             ["path"],
             registry=self.registry,
         )

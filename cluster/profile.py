@@ -165,7 +165,7 @@ class ModelCard(Section):
     version: Annotated[str, Field(pattern="^[0-9a-f]{12}$")]
     """As workers register it: a hash of configuration and weights."""
     path: str
-    """The forward that was measured: "lean", or "transformers" and why."""
+    """The forward that was measured: "whole step" and its arithmetic, "lean" or "transformers", and why not the former."""
     kv_bytes_per_token: Num
     threads: Num
 

@@ -171,6 +171,8 @@ def _reason(application: dict[str, Any]) -> str:
     reason = "; ".join(filter(None, (last_line(texts[0]), *texts[1:])))
     if "No module named 'paceline" in reason:
         reason += "; every node of the cluster needs the same wheel of Paceline in Ray's Python"
+    if reason.endswith("()"):
+        reason += ": why is in logs/serve of Ray's session folder on the node where it ran"
     return reason
 
 

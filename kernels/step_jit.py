@@ -372,7 +372,7 @@ def step(
 @_looped
 def _add_product(x, scales, num, w, layer, affine, y, tickets, phase, out_tiles, products):
     """One phase: y [T, outputs] += x times w's layer; the next phase's number."""
-    num_pairs, width = w.shape[1], w.shape[2]
+    num_pairs, width, outputs = w.shape[1], w.shape[2], _outputs(x)
     pair = _next(tickets, phase)
     while pair < num_pairs:
         at = (layer * num_pairs + pair) * width

@@ -209,10 +209,10 @@ def byte_tiles(typingctx, x, x_at, w, w_at, num_in, out):
             rows = builder.gep(block, [builder.mul(k, _I64(3 * 16))])
             _prefetch(builder, here, 2048)
             for panel in range(2):
-                _tile_at(builder, 6, builder.gep(here, [_I64(64 * panel)]), _I64(128))
+                _tile_at(builder, 7, builder.gep(here, [_I64(64 * panel)]), _I64(128))
                 for piece in range(3):
-                    _tile_at(builder, 7, builder.gep(rows, [_I64(1024 * piece)]), _I64(64))
-                    numbers = (3 * panel + piece, 7, 6)
+                    _tile_at(builder, 6, builder.gep(rows, [_I64(1024 * piece)]), _I64(64))
+                    numbers = (3 * panel + piece, 6, 7)
                     _call(builder, "llvm.x86.tdpbssd", [ir.Constant(_I8, n) for n in numbers])
         for tile in range(6):
             target = _at(context, builder, out_type, out, _I64(256 * tile))

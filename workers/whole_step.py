@@ -112,7 +112,7 @@ class WholeStepDecoder:
         parts = (self._qkv, self._out, self._gate_up, self._down, self._head)
         self.weight_bytes = sum(part.panels.nbytes + part.affine.nbytes for part in parts)
         """Of what every step reads."""
-        self._shapes = [_tile_shapes(rows, is_int8=int8_weights) for rows in range(_TILE_ROWS + 1)]
+        self._shapes = [_tile_shapes(rows) for rows in range(_TILE_ROWS + 1)]
         self._buffers: dict[int, _Buffers] = {}
 
     @staticmethod
@@ -266,15 +266,12 @@ def has_tiles() -> bool:
     return bool(ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0)
 
 
-def _tile_shapes(rows: int, *, is_int8: bool = False) -> AnyArray:
-    """64 bytes that configure the tiles, of 64 bytes a row: sums and inputs have so many rows, weights have 16.
-
-    `tiles` keeps weights in 6 and 7, `byte_tiles` in 6 alone.
-    """
+def _tile_shapes(rows: int) -> AnyArray:
+    """64 bytes that configure the tiles, of 64 bytes a row: sums and inputs have so many rows, weights, in 7, have 16."""
     shapes = np.zeros(64, np.uint8)
     shapes[0] = 1  # the only palette there is
     shapes[16:32].view(np.uint16)[:] = 64
-    shapes[48:56] = [rows] * 6 + [16, rows if is_int8 else 16]
+    shapes[48:56] = [rows] * 7 + [16]
     return shapes
 
 

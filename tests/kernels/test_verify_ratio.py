@@ -95,7 +95,7 @@ def test_kernels_accept_and_emit_what_the_twin_does(shape: str, kind: str, colum
 
     assert found == lists_of(verify_ratio(logits, rows, trees, draws, backend="reference"))
     assert all(found[3])
-    if shape == "siblings" and columns.get("temperature"):
+    if shape == "chain":  # the one case whose three streams are known to fare differently
         assert len(set(map(str, found[2]))) > 1
 
 

@@ -116,13 +116,16 @@ def cluster(hosts: Hosts, wheel: Path) -> Iterator[str]:
 def serve_logs(hosts: Hosts) -> str:
     """The end of what Ray's dashboard and Serve's controller on the head wrote: what explains a failed deployment."""
     logs = "/tmp/ray/session_latest/logs"
-    return hosts.on("head", f"tail -n 15 {logs}/dashboard*.log {logs}/serve/*.log").stdout
+    what = f"tail -n 15 {logs}/dashboard.log {logs}/serve/*.log {logs}/worker*.err"
+    return "\n".join(hosts.on(name, what).stdout[-3000:] for name in hosts.address)
 
 
 def execute(hosts: Hosts, cluster: str, command: str) -> str:
     """`ray exec`."""
     done = hosts.launch("ray", "exec", "--no-config-cache", cluster, command)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert done.returncode == 0, (
+        f"{done.stdout[-2000:]}\n---\n{done.stderr[-1000:]}\n---\n{serve_logs(hosts)}"
+    )
     return done.stdout
 
 
