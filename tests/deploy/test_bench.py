@@ -301,7 +301,7 @@ def test_a_quick_run_gives_every_figure_and_ends_in_json(quick: dict[str, Any], 
     found = json.loads(text.splitlines()[-1])
     names = {f"spec.on_off.{scenario}.{streams}" for scenario in SCENARIOS for streams in (1, 3, "min")}
     names |= {"engine.vs_hf.1", "engine.vs_hf_batch.3", "engine.vs_hf_assisted.1"}
-    names |= {f"step.t{nodes}" for nodes in suite.STEP_NODES} | {"step.t8_t1", "step.floor"}
+    names |= {f"step.t{nodes}" for nodes in suite.STEP_NODES} | {"step.t8_t1", "step.t16_t1", "step.floor"}
     names |= {"prefill.tokens_s", "exact.mismatches", "exact.near_ties_per_100k"}
     assert set(found["figures"]) == {f"{name}{end}" for name in names for end in ("", ".lo", ".hi")}
     assert all(

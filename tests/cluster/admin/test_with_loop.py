@@ -155,7 +155,9 @@ async def test_buttons_do_what_they_say(operator: httpx.AsyncClient, control: Co
     assert (await press("revoke", version=base, confirm=base)).status_code == 409
     answer = await press("delete", tenant="acme", confirm="tenant:acme")
     assert answer.status_code == 200, answer.text
-    (deletion,) = (await get(operator, "capture"))["deletions"]
+    async with asyncio.timeout(10):
+        while (deletion := (await get(operator, "capture"))["deletions"][0])["state"] == "pending":
+            await asyncio.sleep(0.05)
     assert (
         deletion["what"] == "tenant:acme"
         and deletion["state"] == "done"
