@@ -13,15 +13,24 @@ forward is not in that budget: it is as well known as the table of step costs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
-Cost = Callable[[npt.ArrayLike], FloatArray]
-"""Rows of a step -> seconds."""
+
+
+class Cost(Protocol):
+    """Rows of a step -> seconds."""
+
+    @overload
+    def __call__(self, rows: float) -> float | FloatArray: ...
+    @overload
+    def __call__(self, rows: npt.NDArray[Any]) -> FloatArray: ...
+
 
 _TRIAL = 2
 _FIRST_PAUSE = 16

@@ -14,14 +14,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.cluster.asking import Worth
+from paceline.cluster.calibration import Calibration, Forest, cells_of
 from paceline.cluster.referee import Referee
 from paceline.cluster.speculation import Tree
-from paceline.cluster.types import SOURCE_NAMES
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -43,14 +44,25 @@ class StepCost:
         self._measured: list[float] = self.seconds.tolist()
         self._scale = 1.0
 
-    def __call__(self, rows: npt.ArrayLike) -> FloatArray:
+    @overload
+    def __call__(self, rows: float) -> float: ...
+    @overload
+    def __call__(self, rows: Sequence[int] | npt.NDArray[Any]) -> FloatArray: ...
+    def __call__(self, rows: float | Sequence[int] | npt.NDArray[Any]) -> float | FloatArray:
         """Seconds of steps with these numbers of rows; beyond the table, on along its last piece."""
+        if isinstance(rows, (int, float)):
+            return self._one(rows)
         wanted = np.asarray(rows, np.float64)
         inside = np.interp(wanted, self.rows, self.seconds)
         if len(self.rows) > 1:
             slope = (self.seconds[-1] - self.seconds[-2]) / (self.rows[-1] - self.rows[-2])
             inside = inside + np.maximum(0.0, wanted - self.rows[-1]) * slope
         return np.asarray(inside * self._scale)
+
+    def _one(self, rows: float) -> float:
+        right = bisect_left(self._rows, rows)
+        near = sorted({max(0, right - 1), min(right, len(self._rows) - 1)})
+        return self._scale * self._between(self.seconds.tolist(), near, rows)
 
     def observe(self, rows: int, seconds: float) -> None:
         """A step took this long: the scale follows, and the table where it was wrong about so many rows.
@@ -90,133 +102,24 @@ class StepCost:
         return table[low] + (rows - self._rows[low]) * slope
 
 
-_EDGES = np.asarray([0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95])
-"""Between the buckets of scores."""
-_RANKS, _DEPTHS = 3, 3
-"""Nodes are told apart by rank among their siblings and by depth, so far."""
-_CELLS = _RANKS * _DEPTHS * (len(_EDGES) + 1)
-"""Of one source."""
-
-
-class Forest:
-    """The trees of one step, their nodes one after the other: M nodes, B trees. All streams in one pass of numpy.
-
-    first: the root of each tree. parents: int64 [M], absolute, a root's is itself. is_root: bool [M].
-    cells: int64 [M], (source, rank, depth, bucket of the score) as one number.
-    """
-
-    def __init__(self, trees: Sequence[Tree]) -> None:
-        sizes = [len(tree) for tree in trees]
-        ends = np.cumsum(sizes)
-        self.first: list[int] = [0, *ends[:-1].tolist()]
-        first = np.repeat(self.first, sizes)
-        local = np.concatenate([tree.parents for tree in trees]).astype(np.int64)
-        self.is_root = local < 0
-        self.parents = np.maximum(local, 0) + first
-        self.depths = np.concatenate([tree.depths for tree in trees]).astype(np.int64)
-        self.scores = np.concatenate([tree.scores for tree in trees])
-        sources = np.concatenate([tree.sources for tree in trees]).astype(np.int64)
-        buckets = np.searchsorted(_EDGES, self.scores)
-        places = np.minimum(self._ranks(), _RANKS - 1) * _DEPTHS + np.clip(self.depths - 1, 0, _DEPTHS - 1)
-        self.cells: IntArray = sources * _CELLS + places * (len(_EDGES) + 1) + buckets
-
-    def __len__(self) -> int:
-        return len(self.parents)
-
-    def _ranks(self) -> IntArray:
-        """How many siblings stand before each node."""
-        keys = np.where(self.is_root, -1, self.parents)
-        order = np.argsort(keys, kind="stable")
-        grouped = keys[order]
-        starts = np.flatnonzero(np.concatenate([[True], grouped[1:] != grouped[:-1]]))
-        ranks = np.empty(len(keys), np.int64)
-        ranks[order] = np.arange(len(keys)) - np.repeat(starts, np.diff([*starts, len(keys)]))
-        return ranks
-
-    def products(self, scores: FloatArray) -> FloatArray:
-        """float64 [M]: product of the scores from each tree's root down to the node; 0 at roots, which are certain."""
-        products = np.where(self.is_root, 1.0, scores)
-        for depth in range(2, int(self.depths.max()) + 1):
-            nodes = np.flatnonzero(self.depths == depth)
-            products[nodes] *= products[self.parents[nodes]]
-        return np.where(self.is_root, 0.0, products)
-
-
-class Calibration:
-    """A source's scores -> how often nodes with such a score were accepted, given that their parent was.
-
-    Counters by (source, rank, depth, score bucket), decayed, with the score itself as a prior worth 8 trials.
-    """
-
-    _PRIOR = 8.0
-    _DECAY = 0.995
-    _FADE = 0.999
-    """Of all cells in a step that drafts: one that looks too bad to be tried is tried again some thousand steps on."""
-
-    def __init__(self) -> None:
-        shape = (len(SOURCE_NAMES), _RANKS, _DEPTHS, len(_EDGES) + 1)
-        self._tries = np.zeros(shape)
-        self._hits = np.zeros(shape)
-        self._reliability = np.zeros((3, len(SOURCE_NAMES), len(_EDGES) + 1))
-        """By (source, bucket of the calibrated score): trials, sum of the scores, hits; decayed."""
-
-    def errors(self) -> dict[str, float]:
-        """Source -> mean distance of calibrated scores from how often they held, over its buckets by their trials."""
-        trials, predicted, hits = self._reliability
-        totals, misses = trials.sum(axis=1), np.abs(predicted - hits).sum(axis=1)
-        return {name: float(m / n) for name, n, m in zip(SOURCE_NAMES, totals, misses, strict=True) if n > 0}
-
-    def forget(self, source: int) -> None:
-        """A source begins anew."""
-        for counters in (self._tries, self._hits, *self._reliability):
-            counters[source] = 0.0
-
-    def estimate(self, forest: Forest) -> FloatArray:
-        """float64 [M]: calibrated scores of all nodes."""
-        return self._estimate(forest.cells, forest.scores)
-
-    def _estimate(self, cells: IntArray, raw: npt.NDArray[np.float32]) -> FloatArray:
-        hits, tries = self._hits.reshape(-1)[cells], self._tries.reshape(-1)[cells]
-        return np.asarray((hits + self._PRIOR * raw) / (tries + self._PRIOR))
-
-    def fade(self) -> None:
-        """A step went by in which something was proposed."""
-        self._tries *= self._FADE
-        self._hits *= self._FADE
-
-    def observe(self, forest: Forest, paths: Sequence[Sequence[int]]) -> None:
-        """What was verified of each tree. Only nodes whose parent was accepted are trials; counting others would bias."""
-        accepted = np.zeros(len(forest), np.bool_)
-        for first, path in zip(forest.first, paths, strict=True):
-            accepted[first] = True
-            for node in path:
-                accepted[first + node] = True
-        trial = accepted[forest.parents] & ~forest.is_root
-        if not trial.any():
-            return
-        cells, hits = forest.cells[trial], accepted[trial].astype(np.float64)
-        predicted = self._estimate(cells, forest.scores[trial])
-        buckets = cells // _CELLS * (len(_EDGES) + 1) + np.searchsorted(_EDGES, predicted)
-        for counters, values in zip(self._reliability, (1.0, predicted, hits), strict=True):
-            _add(counters.reshape(-1), buckets, values, self._DECAY)
-        _add(self._tries.reshape(-1), cells, 1.0, self._DECAY)
-        _add(self._hits.reshape(-1), cells, hits, self._DECAY)
-
-
-def _add(counters: FloatArray, cells: IntArray, values: FloatArray | float, decay: float) -> None:
-    """Decay the cells that are counted, each once, then count."""
-    counters[cells] *= decay
-    np.add.at(counters, cells, values)
+_FEW = 64
+"""Nodes of a step up to which they are taken one by one."""
 
 
 class Controller:
     """One engine's decisions. Plain data in and out; the clock is the caller's."""
 
-    def __init__(self, cost: StepCost, *, max_nodes: int = 64, referee: Referee | None = None) -> None:
-        """`referee`: switches drafting off where it loses by the clock; without one the figures are believed."""
+    def __init__(
+        self, cost: StepCost, *, max_nodes: int = 64, referee: Referee | None = None, few: int = _FEW
+    ) -> None:
+        """`referee`: switches drafting off where it loses by the clock; without one the figures are believed.
+
+        `few`: so many nodes of a step, or less, are taken one by one. 0 is the plain twin: always all in passes of numpy.
+        """
         self.cost = cost
         self.referee = referee
         self._max_nodes = max_nodes
+        self._few = few
         self._calibration = Calibration()
         self._worths: dict[str, Worth] = {}
 
@@ -273,6 +176,8 @@ class Controller:
         present = [tree for tree in trees if tree is not None]
         if not present:
             return [None] * len(trees)
+        if sum(map(len, present)) <= self._few:
+            return self._choose_few(trees, num_others, believed)
         forest = Forest(present)
         scores = self._calibration.estimate(forest)
         if any(believed):
@@ -297,9 +202,45 @@ class Controller:
             chosen.append(tree.select(nodes) if len(nodes) > 1 else None)
         return chosen
 
+    def _choose_few(
+        self, trees: Sequence[Tree | None], num_others: int, believed: Sequence[bool]
+    ) -> list[Tree | None]:
+        """The same, node by node."""
+        nodes: list[tuple[float, int, int]] = []
+        """Minus the chance of each that is not a root, its tree and its place in it."""
+        for index, tree in enumerate(trees):
+            if tree is None:
+                continue
+            scores, parents = tree.scores.tolist(), tree.parents.tolist()
+            if not (believed and believed[index]):
+                scores = self._calibration.estimate_few(cells_of(tree), scores)
+            products = [1.0]
+            for node in range(1, len(parents)):
+                products.append(scores[node] * products[parents[node]])
+                nodes.append((-products[node], index, node))
+        self._calibration.fade()
+        nodes.sort()
+        plain = len(trees) + num_others
+        tokens, best, best_rate = float(plain), 0, 0.0
+        num_most = min(self._max_nodes, len(nodes))
+        costs: list[float] = self.cost(plain + np.arange(num_most + 1)).tolist()
+        for num in range(num_most + 1):
+            tokens -= nodes[num - 1][0] if num else 0.0
+            if tokens / costs[num] > best_rate:
+                best, best_rate = num, tokens / costs[num]
+        kept: dict[int, list[int]] = {}
+        for _, index, node in nodes[:best]:
+            kept.setdefault(index, [0]).append(node)
+        return [
+            tree.select(np.asarray(sorted(kept[index]))) if tree is not None and index in kept else None
+            for index, tree in enumerate(trees)
+        ]
+
     def verified(self, trees: Sequence[Tree], paths: Sequence[Sequence[int]]) -> None:
         """Chosen trees and the accepted nodes of each."""
-        if trees:
+        if trees and sum(map(len, trees)) <= self._few:
+            self._calibration.observe_few(trees, paths)
+        elif trees:
             self._calibration.observe(Forest(trees), paths)
 
     def calibration_errors(self) -> dict[str, float]:

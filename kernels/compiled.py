@@ -1,14 +1,14 @@
 """A Python loop over arrays -> the same loop compiled for this machine, on its first call (CPU, numba).
 
 Compiled loops are kept beside their source or in the user's cache; where neither can be written they are compiled
-again in each process. The cache knows the file a loop stands in and the modules that the loop says it uses, no other: a
-compiled loop never calls one of another file, or an old copy of that would live on unseen.
+again in each process. The cache knows the file a loop stands in and the modules that the loop says it uses, no other:
+without that an old copy of what it calls would live on unseen.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,12 +19,13 @@ FLAGS = frozenset({"reassoc", "contract", "arcp", "nsz"})
 """What the compiler may do with floats: reorder sums inside a loop, never assume away NaN or infinity."""
 
 
-def compiled(function: Any, *, uses: Sequence[ModuleType] = ()) -> Any:
+def compiled(function: Any, *, uses: Sequence[ModuleType] = (), flags: Collection[str] = FLAGS) -> Any:
     """Compile a loop; it runs without Python's lock. Its bits depend on its arguments and on the machine alone.
 
-    `uses`: modules whose intrinsics are compiled into it. Where they changed, it is compiled again.
+    `uses`: modules whose loops or intrinsics are compiled into it. Where they changed, it is compiled again.
+    `flags`: those of its own arithmetic; none makes it numpy's, operation by operation.
     """
-    how: dict[str, Any] = {"nogil": True, "fastmath": set(FLAGS), "error_model": "numpy"}
+    how: dict[str, Any] = {"nogil": True, "fastmath": set(flags), "error_model": "numpy"}
     try:
         made = numba.njit(cache=True, **how)(function)
         if uses:

@@ -39,7 +39,7 @@ def decide(scores_RV: Tensor, *, backend: str = "jit") -> tuple[npt.NDArray[np.i
 
 
 @compiled
-def _best(scores, ids, chances):
+def best_of(scores, ids, chances):
     width = ids.shape[1]
     parts = np.empty(scores.shape[1], np.float32)
     exponents = np.empty(scores.shape[1], np.int32)
@@ -90,5 +90,5 @@ def best(
         return top.indices.numpy(), scores_RV.softmax(-1).gather(-1, top.indices).numpy()
     ids = np.empty((len(scores_RV), width), np.int64)
     chances = np.empty((len(scores_RV), width), np.float32)
-    _best(scores_RV.contiguous().numpy(), ids, chances)
+    best_of(scores_RV.contiguous().numpy(), ids, chances)
     return ids, chances

@@ -35,8 +35,9 @@ from paceline.kernels.vectors_jit import PAIR
 
 LINE = 8
 """int64 of a cache line: counters of threads lie apart."""
-_BLOCK = 8
-_TILE = 16
+BLOCK = 8
+TILE = 16
+"""Rows of a block, at most, of vectors and of tiles."""
 _STEPS = 127 << 14
 """From zero to the largest of a row of three int8."""
 _looped = partial(compiled, uses=(v,))
@@ -49,13 +50,13 @@ _JIT: Any = {"jit_options": {"nogil": True, "fastmath": set(FLAGS), "error_model
 #     three int8, 2^14 a + 2^7 b + c times the row's scale, [T / 16, K / 64, 3, 16, 64]
 
 
-def _block(x):
-    """Rows that are multiplied together."""
+def _space(x):
+    """Rows that can be multiplied together: a block."""
 
 
-@overload(_block, inline="always", **_JIT)
-def _block_of_either(x):
-    num = _BLOCK if x.dtype == types.float32 else _TILE
+@overload(_space, inline="always", **_JIT)
+def _space_of_either(x):
+    num = BLOCK if x.dtype == types.float32 else TILE
     return lambda x: num
 
 
@@ -150,19 +151,20 @@ def _give_either(values, row, size, x, scales, to):
     return give
 
 
-def _whole_rows(values, num, size, x, scales, tickets, phase):
+def _whole_rows(values, num, block, size, x, scales, tickets, phase):
     """A phase that makes inputs of rows of float32 where they must be whole for it; the next phase's number."""
 
 
 @overload(_whole_rows, **_JIT)
-def _whole_rows_of_either(values, num, size, x, scales, tickets, phase):
+def _whole_rows_of_either(values, num, block, size, x, scales, tickets, phase):
     if x.dtype != types.int8:
-        return lambda values, num, size, x, scales, tickets, phase: phase
+        return lambda values, num, block, size, x, scales, tickets, phase: phase
 
-    def whole(values, num, size, x, scales, tickets, phase):
+    def whole(values, num, block, size, x, scales, tickets, phase):
         row = _next(tickets, phase)
         while row < num:
-            _give(values, row, size, x, scales, row)
+            seat = row // block * TILE + row % block
+            _give(values, seat, size, x, scales, seat)
             _finish(tickets, phase, 1)
             row = _next(tickets, phase)
         _wait(tickets, phase, num)
@@ -227,13 +229,16 @@ def step(
     embedding, norm_in, qkv, qkv_affine, q_norm, k_norm, out, out_affine, norm_mlp, gate_up, gate_up_affine,
     down, down_affine, norm, head, head_affine, windows, pool, cos, sin, num_heads, eps, scaling,
     x, normed, normed_scales, projected, attended_rows, attended, attended_scales, gated_rows, gated, gated_scales,
-    logits, tickets, shapes,
+    logits, tickets, shapes, block,
 ):  # fmt: skip
-    """Layers `layer` to `stop` of rows, and the head behind the last one; every thread that shares the work calls it."""
+    """Layers `layer` to `stop` of rows, and the head behind the last one; every thread that shares the work calls it.
+
+    `block`: rows that are multiplied together; the inputs of the next ones begin at the next multiple of a whole block.
+    """
     num, num_layers, size = len(ids), len(qkv), embedding.shape[1]
-    num_kv, dim = pool.shape[2], pool.shape[4]
+    num_kv, dim, space = pool.shape[2], pool.shape[4], _space(normed)
     outputs = _outputs(normed)
-    products = np.empty((_TILE, outputs), np.float32)
+    products = np.empty((TILE, outputs), np.float32)
     out_tiles = np.empty((6, 16, 16), np.int32)
     values = np.zeros((1, (size + 15) // 16 * 16), np.float32)
     most = 0
@@ -258,7 +263,8 @@ def step(
     while layer < stop:
         row = _next(tickets, phase)
         while row < num:
-            _norm(x, row, size, norm_in, layer, eps, values, normed, normed_scales, row)
+            seat = row // block * space + row % block
+            _norm(x, row, size, norm_in, layer, eps, values, normed, normed_scales, seat)
             _finish(tickets, phase, 1)
             row = _next(tickets, phase)
         _wait(tickets, phase, num)
@@ -268,9 +274,9 @@ def step(
         pair = _next(tickets, phase)
         while pair < num_pairs:
             at = (layer * num_pairs + pair) * width
-            for first in range(0, num, _block(normed)):
-                rows = min(_block(normed), num - first)
-                _multiply(normed, normed_scales, first, rows, qkv, at, width // outputs, out_tiles, products)
+            for first in range(0, num, block):
+                rows, seat = min(block, num - first), first // block * space
+                _multiply(normed, normed_scales, seat, rows, qkv, at, width // outputs, out_tiles, products)
                 _scale(products, rows, qkv_affine, layer, pair)
                 for r in range(rows):
                     for i in range(outputs):
@@ -298,21 +304,25 @@ def step(
                 row, row_segment, positions, num_leading, own_start, own, tables, block_size, windows[layer],
                 key_slots,
             )  # fmt: skip
-            _attend(projected, row, g, layer, num_keys, key_slots, pool, scaling, scores, sums, attended_rows)
+            _attend(
+                projected, row, g, layer, num_keys, key_slots, pool, scaling, scores, sums, attended_rows,
+                row // block * space + row % block,
+            )  # fmt: skip
             _finish(tickets, phase, 1)
             chunk = _next(tickets, phase)
         _wait(tickets, phase, num * num_kv)
         phase += 1
 
         size_of = out.shape[2] // outputs
-        phase = _whole_rows(attended_rows, num, size_of, attended, attended_scales, tickets, phase)
+        phase = _whole_rows(attended_rows, num, block, size_of, attended, attended_scales, tickets, phase)
         phase = _add_product(
-            attended, attended_scales, num, out, layer, out_affine, x, tickets, phase, out_tiles, products
-        )
+            attended, attended_scales, num, block, out, layer, out_affine, x, tickets, phase, out_tiles, products
+        )  # fmt: skip
 
         row = _next(tickets, phase)
         while row < num:
-            _norm(x, row, size, norm_mlp, layer, eps, values, normed, normed_scales, row)
+            seat = row // block * space + row % block
+            _norm(x, row, size, norm_mlp, layer, eps, values, normed, normed_scales, seat)
             _finish(tickets, phase, 1)
             row = _next(tickets, phase)
         _wait(tickets, phase, num)
@@ -322,31 +332,32 @@ def step(
         pair = _next(tickets, phase)
         while pair < num_pairs:
             at = (layer * num_pairs + pair) * width
-            for first in range(0, num, _block(normed)):
-                rows = min(_block(normed), num - first)
+            for first in range(0, num, block):
+                rows, seat = min(block, num - first), first // block * space
                 _multiply(
-                    normed, normed_scales, first, rows, gate_up, at, width // outputs, out_tiles, products
+                    normed, normed_scales, seat, rows, gate_up, at, width // outputs, out_tiles, products
                 )
                 _scale(products, rows, gate_up_affine, layer, pair)
                 for r in range(rows):
                     for part in range(outputs // PAIR):
                         to = (pair * outputs + part * PAIR) // 2
-                        v.put_gated(gated_rows, first + r, to, products, r * outputs + part * PAIR)
+                        v.put_gated(gated_rows, seat + r, to, products, r * outputs + part * PAIR)
             _finish(tickets, phase, 1)
             pair = _next(tickets, phase)
         _wait(tickets, phase, num_pairs)
         phase += 1
 
         size_of = down.shape[2] // outputs
-        phase = _whole_rows(gated_rows, num, size_of, gated, gated_scales, tickets, phase)
+        phase = _whole_rows(gated_rows, num, block, size_of, gated, gated_scales, tickets, phase)
         phase = _add_product(
-            gated, gated_scales, num, down, layer, down_affine, x, tickets, phase, out_tiles, products
+            gated, gated_scales, num, block, down, layer, down_affine, x, tickets, phase, out_tiles, products
         )
         layer += 1
     if layer == num_layers and len(keep) > 0:
         row = _next(tickets, phase)
         while row < len(keep):
-            _norm(x, keep[row], size, norm, 0, eps, values, normed, normed_scales, row)
+            seat = row // block * space + row % block
+            _norm(x, keep[row], size, norm, 0, eps, values, normed, normed_scales, seat)
             _finish(tickets, phase, 1)
             row = _next(tickets, phase)
         _wait(tickets, phase, len(keep))
@@ -356,9 +367,9 @@ def step(
         pair = _next(tickets, phase)
         while pair < num_pairs:
             at = pair * width
-            for first in range(0, len(keep), _block(normed)):
-                rows = min(_block(normed), len(keep) - first)
-                _multiply(normed, normed_scales, first, rows, head, at, width // outputs, out_tiles, products)
+            for first in range(0, len(keep), block):
+                rows, seat = min(block, len(keep) - first), first // block * space
+                _multiply(normed, normed_scales, seat, rows, head, at, width // outputs, out_tiles, products)
                 _scale(products, rows, head_affine, 0, pair)
                 for r in range(rows):
                     for i in range(outputs):
@@ -370,15 +381,15 @@ def step(
 
 
 @_looped
-def _add_product(x, scales, num, w, layer, affine, y, tickets, phase, out_tiles, products):
+def _add_product(x, scales, num, block, w, layer, affine, y, tickets, phase, out_tiles, products):
     """One phase: y [T, outputs] += x times w's layer; the next phase's number."""
     num_pairs, width, outputs = w.shape[1], w.shape[2], _outputs(x)
     pair = _next(tickets, phase)
     while pair < num_pairs:
         at = (layer * num_pairs + pair) * width
-        for first in range(0, num, _block(x)):
-            rows = min(_block(x), num - first)
-            _multiply(x, scales, first, rows, w, at, width // outputs, out_tiles, products)
+        for first in range(0, num, block):
+            rows, seat = min(block, num - first), first // block * _space(x)
+            _multiply(x, scales, seat, rows, w, at, width // outputs, out_tiles, products)
             _scale(products, rows, affine, layer, pair)
             for r in range(rows):
                 for i in range(outputs):
@@ -465,8 +476,8 @@ def _slots_of(
 
 
 @_looped
-def _attend(queries, row, g, layer, num, slots, pool, scaling, scores, sums, out):
-    """Softmax attention of a row's query heads over the keys of one KV head."""
+def _attend(queries, row, g, layer, num, slots, pool, scaling, scores, sums, out, seat):
+    """Softmax attention of a row's query heads over the keys of one KV head, to out[seat]."""
     num_kv, num_slots, dim = pool.shape[2], pool.shape[3], pool.shape[4]
     group, most = scores.shape
     keys = (layer * 2 * num_kv + g) * num_slots * dim
@@ -484,12 +495,12 @@ def _attend(queries, row, g, layer, num, slots, pool, scaling, scores, sums, out
             blocks = 4 if dim - d >= 64 else 1
             at, to = h * most, (g * group + h) * dim
             if rows == 4 and blocks == 4:
-                v.weighted(4, 4, scores, at, sums, h, pool, values, slots, num, dim, d, out, row, to)
+                v.weighted(4, 4, scores, at, sums, h, pool, values, slots, num, dim, d, out, seat, to)
             elif rows == 4:
-                v.weighted(4, 1, scores, at, sums, h, pool, values, slots, num, dim, d, out, row, to)
+                v.weighted(4, 1, scores, at, sums, h, pool, values, slots, num, dim, d, out, seat, to)
             elif blocks == 4:
-                v.weighted(1, 4, scores, at, sums, h, pool, values, slots, num, dim, d, out, row, to)
+                v.weighted(1, 4, scores, at, sums, h, pool, values, slots, num, dim, d, out, seat, to)
             else:
-                v.weighted(1, 1, scores, at, sums, h, pool, values, slots, num, dim, d, out, row, to)
+                v.weighted(1, 1, scores, at, sums, h, pool, values, slots, num, dim, d, out, seat, to)
             d += 16 * blocks
         h += rows

@@ -71,6 +71,8 @@ class DraftEngine:
         """Those whose last proposal is with the target now, as long as there is something to draft ahead for them."""
         self._clock = 0
         self._noise = CachedNoise()
+        if self._cache.books is None:  # nobody's text is in it yet
+            runner.warm_up_levels()
 
     def __len__(self) -> int:
         return len(self._streams)

@@ -1,8 +1,8 @@
 """Streams with a first level -> their next levels, row after row, without a batch built anew for each.
 
-A level of a small draft is a few hundred microseconds of arithmetic. What Python does around it for the general case
-(batches, tensors, filters, penalties) takes as long, so for streams that need none of that the rows of one batch are
-changed in place and the same step is taken again. The plain twin is `DraftEngine._extend`.
+A level of a small draft is a hundred microseconds of arithmetic. What Python does around it for the general case
+(batches, tensors, filters, penalties) takes longer, so for streams that need none of that all levels are one compiled
+loop, where the model has one. The plain twin is `DraftEngine._extend`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from paceline.cluster.blocks import BlockPool
-from paceline.kernels.decide import best
 from paceline.workers.draft_stream import DraftStream
-from paceline.workers.model_batch import BatchBuilder
+from paceline.workers.model_batch import BatchBuilder, Spine
 from paceline.workers.sampling import NoiseSource, SamplingRows
 
 FloatArray = npt.NDArray[np.float32]
@@ -41,8 +39,8 @@ def extend_spines(
 ) -> int:
     """Levels until each stream has a proposal of `depth`, or one whose chance is below `floor`; how many were made.
 
-    All have one level or more, blocks for `depth`, equal weights, and are plain. False start: a runner that has no
-    step to repeat makes none.
+    All have one level or more, blocks for `depth`, equal weights, and are plain. A runner that has no such
+    loop makes none.
     """
     num_made = 0
     left = [stream for stream in streams if stream.num_levels(depth, floor) is None]
@@ -61,44 +59,30 @@ def _run_alike(
     """Levels of all of these, until the first of them needs no more."""
     runner = streams[0].weights
     builder = BatchBuilder(runner.cache)
-    tables = [pool.table(stream.key) for stream in streams]
-    for stream, table in zip(streams, tables, strict=True):
+    for stream in streams:
+        table = pool.table(stream.key)
         builder.add_token(table, stream.levels[-1][0][0], len(stream.tokens) + len(stream.levels) - 1)
-    batch = builder.build()[0]
-    step = runner.repeated(batch)
-    if step is None:
-        return 0
-    chances = [math.prod(scores[0] for _, scores in stream.levels) for stream in streams]
     num_most = depth - max(len(stream.levels) for stream in streams)
     drawn, temperatures = _noise_of(streams, noise, num_most, runner.vocab_size)
-    ids, plan, size = batch.input_ids.numpy(), batch.attention, runner.cache.block_size
-    for level in range(num_most):
-        logits = step()
-        scores = logits if drawn is None else logits / temperatures + drawn[level]
-        found, shares = best(torch.from_numpy(scores), width)
-        found_ids, found_shares = found.tolist(), shares.tolist()
-        for index, stream in enumerate(streams):
+    chances = np.asarray([math.prod(scores[0] for _, scores in stream.levels) for stream in streams])
+    found = runner.levels(builder.build()[0], Spine(num_most, width, floor, drawn, temperatures, chances))
+    if found is None:
+        return 0
+    for ids, shares in zip(found[0].tolist(), found[1].tolist(), strict=True):
+        for stream, *level in zip(streams, ids, shares, strict=True):
             stream.num_computed = len(stream.tokens) + len(stream.levels)
-            stream.levels.append((found_ids[index], found_shares[index]))
-            chances[index] *= found_shares[index][0]
-        if not min(chances) >= floor:  # a NaN ends it as well
-            return (level + 1) * len(streams)
-        ids[:] = found[:, 0]
-        np.add(plan.positions, 1, out=plan.positions)
-        np.add(plan.num_leading, 1, out=plan.num_leading)
-        for index, (at, table) in enumerate(zip(plan.positions.tolist(), tables, strict=True)):
-            batch.slots[index] = table[at // size] * size + at % size
-    return num_most * len(streams)
+            stream.levels.append((level[0], level[1]))
+    return len(found[0]) * len(streams)
 
 
 def _noise_of(
     streams: Sequence[DraftStream], noise: NoiseSource, num_levels: int, vocab_size: int
-) -> tuple[FloatArray | None, FloatArray]:
-    """float32 [levels, B, V], nothing if all are greedy, and temperatures [B, 1]; greedy rows have 0 and 1."""
+) -> tuple[FloatArray, FloatArray]:
+    """float32 [levels, B, V], no level if all are greedy, and temperatures [B]; greedy rows have 0 and 1."""
     sampled = [index for index, stream in enumerate(streams) if stream.sampling.temperature > 0]
-    temperatures = np.asarray([[s.sampling.temperature or 1.0] for s in streams], np.float32)
+    temperatures = np.asarray([s.sampling.temperature or 1.0 for s in streams], np.float32)
     if not sampled or num_levels == 0:
-        return None, temperatures
+        return np.empty((0, len(streams), vocab_size), np.float32), temperatures
     samplings, positions = [], []
     for level in range(num_levels):
         for index in sampled:

@@ -126,6 +126,7 @@ class VersionLoader:
                 f"vocabulary, context and KV {same}: expected those of the configuration's draft, "
                 f"{(base.vocab_size, base.max_context, _shape(base))}"
             )
+        runner.warm_up_levels()
         table = list(range(-(-_PROBE_TOKENS // size)))
         probe = probe_logits(runner, table, probe_ids(runner.vocab_size))
         if not bool(torch.isfinite(probe).all()):

@@ -60,6 +60,23 @@ class PackedBatch:
         return torch.from_numpy(blocks * size + at % size)
 
 
+@dataclass(slots=True)
+class Spine:
+    """What is drafted behind the rows of a batch, one a stream: B of them.
+
+    depth: levels, at most; fewer if the chance of one whole spine falls below `floor`. width: tokens of each level.
+    noise: float32 [depth, B, V], or [0, B, V] if all are greedy. temperatures: float32 [B], 1 where a row is greedy, and
+    its noise 0. chances: float64 [B], of the spines so far; updated.
+    """
+
+    depth: int
+    width: int
+    floor: float
+    noise: npt.NDArray[np.float32]
+    temperatures: npt.NDArray[np.float32]
+    chances: npt.NDArray[np.float64]
+
+
 class BatchBuilder:
     """Segments, one at a time -> one PackedBatch and the positions of its kept rows."""
 

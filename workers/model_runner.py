@@ -7,7 +7,7 @@ Any Hugging Face decoder that uses the attention interface runs unforked: its at
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +40,7 @@ from paceline.workers.cuda_graphs import GraphedDecoder, StaticStep
 from paceline.workers.kv_cache import KVCache
 from paceline.workers.layers import can_pack, pack_linears
 from paceline.workers.lean import LeanDecoder, rotations
-from paceline.workers.model_batch import BatchBuilder, PackedBatch
+from paceline.workers.model_batch import BatchBuilder, PackedBatch, Spine
 from paceline.workers.whole_step import WholeStepDecoder, round_to_int8
 
 Graphs = Literal["off", "eager", "cuda"]
@@ -293,12 +293,22 @@ class ModelRunner:
         zero = torch.zeros(1, dtype=torch.int64)
         gumbel_vocabulary(zero, zero, zero, zero, 4)
 
-    def repeated(self, batch: PackedBatch) -> Callable[[], npt.NDArray[np.float32]] | None:
-        """A step over these rows, to be taken again after the batch's arrays were changed in place.
+    def warm_up_levels(self) -> None:
+        """Compile `levels` now, not in the first proposal. Writes into a block that nobody owns yet."""
+        builder = BatchBuilder(self.cache)
+        builder.add_token([0], 0, 0)
+        ones = np.ones(1, np.float32)
+        spine = Spine(1, 1, 0.0, np.zeros((1, 1, self.vocab_size), np.float32), ones, ones.astype(np.float64))
+        self.levels(builder.build()[0], spine)
 
-        It returns float32 [len(keep), V], overwritten by the next call. None where no path can do that.
+    def levels(
+        self, batch: PackedBatch, spine: Spine
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None:
+        """Level after level behind these rows, which stand alone: best tokens [levels, B, width], and their shares alike.
+
+        None where no path can do that. The batch's arrays are changed in place.
         """
-        return None if self._whole is None else self._whole.repeated(batch, self.cache)
+        return None if self._whole is None else self._whole.levels(batch, self.cache, spine)
 
     @torch.inference_mode()
     def forward(self, batch: PackedBatch) -> Tensor:

@@ -31,7 +31,7 @@ from paceline.workers.drafters.base import Context, Drafter, Outcome, make
 from paceline.workers.drafters.fused import FusedDrafter, choices
 from paceline.workers.engine import Engine, StepResult
 from paceline.workers.kv_cache import KVCache
-from paceline.workers.model_batch import KVSend, PackedBatch
+from paceline.workers.model_batch import KVSend, PackedBatch, Spine
 from paceline.workers.model_runner import ModelRunner
 
 _BLOCK_SIZE = 16
@@ -119,17 +119,14 @@ class TimedRunner:
         self._clock.advance(float(self._cost(len(batch.slots))))
         return self._runner.forward(batch)
 
-    def repeated(self, batch: PackedBatch) -> Callable[[], npt.NDArray[np.float32]] | None:
-        """That of the runner; each step takes what a forward does."""
-        step = self._runner.repeated(batch)
-        if step is None:
-            return None
-
-        def take() -> npt.NDArray[np.float32]:
-            self._clock.advance(float(self._cost(len(batch.slots))))
-            return step()
-
-        return take
+    def levels(
+        self, batch: PackedBatch, spine: Spine
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None:
+        """That of the runner; each level takes what a forward does."""
+        found = self._runner.levels(batch, spine)
+        if found is not None:
+            self._clock.advance(len(found[0]) * float(self._cost(len(batch.slots))))
+        return found
 
 
 class TimedDrafter(Drafter):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Lock, Thread
@@ -23,13 +23,13 @@ from llvmlite import binding
 from numba.core import config as numba_config
 from torch import Tensor, nn
 
-from paceline.kernels.step_jit import LINE, step
+from paceline.kernels.spine_jit import levels
+from paceline.kernels.step_jit import BLOCK, LINE, TILE, step
 from paceline.kernels.vectors_jit import PAIR
 from paceline.workers.kv_cache import KVCache
-from paceline.workers.model_batch import PackedBatch
+from paceline.workers.model_batch import PackedBatch, Spine
 
 AnyArray = npt.NDArray[Any]
-_TILE_ROWS = 16
 _INPUTS_OF_A_TILE = 64
 """int8; 32 of bfloat16."""
 _PHASES = 10
@@ -112,7 +112,7 @@ class WholeStepDecoder:
         parts = (self._qkv, self._out, self._gate_up, self._down, self._head)
         self.weight_bytes = sum(part.panels.nbytes + part.affine.nbytes for part in parts)
         """Of what every step reads."""
-        self._shapes = [_tile_shapes(rows) for rows in range(_TILE_ROWS + 1)]
+        self._shapes = [_tile_shapes(rows) for rows in range(TILE + 1)]
         self._buffers: dict[int, _Buffers] = {}
 
     @staticmethod
@@ -139,17 +139,16 @@ class WholeStepDecoder:
                 batch.on_layer(layer)
         return logits[:, : self._vocab_size]
 
-    def repeated(self, batch: PackedBatch, cache: KVCache) -> Callable[[], AnyArray]:
-        """See `ModelRunner.repeated`."""
+    def levels(self, batch: PackedBatch, cache: KVCache, spine: Spine) -> tuple[AnyArray, AnyArray] | None:
+        """See `ModelRunner.levels`."""
+        if self._is_shared and torch.get_num_threads() > 1:
+            return None
         logits = np.empty((len(batch.keep), self._head.affine.shape[-1]), np.float32)
-        arguments, num_layers = self._arguments(batch, cache, logits), len(self._windows)
-        wanted = logits[:, : self._vocab_size]
-
-        def take() -> AnyArray:
-            self._run(0, num_layers, arguments)
-            return wanted
-
-        return take
+        shared = self._shared(0, len(self._windows), self._arguments(batch, cache, logits))
+        ids = np.empty((spine.depth, len(logits), min(spine.width, self._vocab_size)), np.int64)
+        shares = np.empty(ids.shape, np.float32)
+        num = levels(shared, spine.noise, spine.temperatures, spine.chances, spine.floor, ids, shares)
+        return ids[:num], shares[:num]
 
     def _arguments(self, batch: PackedBatch, cache: KVCache, logits: AnyArray) -> tuple[Any, ...]:
         plan, num = batch.attention, len(batch.slots)
@@ -167,16 +166,21 @@ class WholeStepDecoder:
 
     def _run(self, first: int, stop: int, arguments: tuple[Any, ...]) -> None:
         """These layers, by as many threads as torch may use where they have enough to do."""
-        num_rows = len(arguments[0])
-        tickets = np.zeros((_PHASES * (stop - first) + 3) * 2 * LINE, np.int64)
-        shared = (first, stop, *arguments, tickets, self._shapes[min(num_rows, _TILE_ROWS)])
+        shared = self._shared(first, stop, arguments)
         if self._is_shared:
             _helpers.ask(torch.get_num_threads() - 1, shared)
         step(*shared)
 
+    def _shared(self, first: int, stop: int, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What each thread that joins a step is told."""
+        num_rows = len(arguments[0])
+        tickets = np.zeros((_PHASES * (stop - first) + 3) * 2 * LINE, np.int64)
+        block = _even(num_rows) if self._has_tiles else BLOCK
+        return (first, stop, *arguments, tickets, self._shapes[block], block)
+
     def _room(self, num_rows: int) -> _Buffers:
         """Buffers for so many rows, in whole blocks. Columns that nobody writes are zero, as their weights are."""
-        num = -(-num_rows // _TILE_ROWS) * _TILE_ROWS
+        num = -(-num_rows // TILE) * TILE
         found = self._buffers.get(num)
         if found is None:
             if len(self._buffers) >= 8:
@@ -204,10 +208,10 @@ class WholeStepDecoder:
         """Rows of inputs of a product, as its arithmetic wants them."""
         if not self._has_tiles:
             return np.zeros((num, size), np.float32)
-        blocks = num // _TILE_ROWS
+        blocks = num // TILE
         if self.weights == "int8":
-            return np.zeros((blocks, size // 64, 3, _TILE_ROWS, 64), np.int8)
-        return np.zeros((blocks, size // 32, 3, _TILE_ROWS, 32), np.uint16)
+            return np.zeros((blocks, size // 64, 3, TILE, 64), np.int8)
+        return np.zeros((blocks, size // 32, 3, TILE, 32), np.uint16)
 
 
 class _Helpers:
@@ -264,6 +268,11 @@ def has_tiles() -> bool:
         return False
     # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA): a process has to ask before it may use tiles.
     return bool(ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0)
+
+
+def _even(num_rows: int) -> int:
+    """Rows of a block where as few blocks as can be are as equal as can be: what tiles cost goes by their rows."""
+    return -(-num_rows // -(-num_rows // TILE))
 
 
 def _tile_shapes(rows: int) -> AnyArray:

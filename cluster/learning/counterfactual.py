@@ -189,7 +189,7 @@ class Times:
         self.other_s = costs.step_s / streams + costs.stream_s
         self._draft = costs.draft
         levels = costs.draft(streams) / streams * np.arange(policy.depth + 1)
-        self.draft_s: FloatArray = levels
+        self.draft_s: FloatArray = np.asarray(levels, np.float64)
         """float64 [D + 1]: a stream's share of drafting so many levels."""
         self.caught_up_s = float((costs.draft(2 * streams) - costs.draft(streams)) / streams)
         """What the first level takes longer with one token more behind what has KV."""

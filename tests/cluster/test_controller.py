@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.cluster.controller import Calibration, Controller, Forest, StepCost
+from paceline.cluster.calibration import Calibration, Forest
+from paceline.cluster.controller import Controller, StepCost
 from paceline.cluster.speculation import Tree, fuse
 from paceline.cluster.types import SOURCE_DRAFT, SOURCE_SUFFIX
 
@@ -356,3 +357,38 @@ def test_a_forest_is_its_trees_one_by_one(seed: int, num: int) -> None:
         family = tree.parents.tolist()
         ranks = [family[:node].count(parent) for node, parent in enumerate(family)]
         assert forest._ranks()[part][1:].tolist() == ranks[1:]
+
+
+@given(st.integers(0, 10_000), st.integers(1, 4))
+@settings(max_examples=40, deadline=None)
+def test_node_by_node_decides_as_passes_over_all_do(seed: int, num: int) -> None:
+    """The same cuts and the same counters, step after step, whichever way a step's nodes are taken."""
+    generator = np.random.default_rng(seed)
+    cost = StepCost([1, 4, 16, 17, 64], [1.0, 1.1, 1.6, 2.4, 8.0])
+    ways = [Controller(cost, few=few) for few in (0, 1000)]
+    for _ in range(6):
+        trees: list[Tree | None] = []
+        for _ in range(num):
+            size = int(generator.integers(1, 12))
+            parents = [int(generator.integers(-1, node)) for node in range(size)]
+            source = int(generator.integers(1, 3))
+            tree = Tree.build(0, list(range(size)), parents, source, generator.random(size).tolist())
+            trees.append(tree if generator.random() < 0.9 else None)
+        believed = [bool(generator.random() < 0.3) for _ in trees]
+        cuts = [way.choose(trees, 1, believed) for way in ways]
+        for one, other in zip(*cuts, strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or other is None or one.tokens.tolist() == other.tokens.tolist()
+        chosen = [tree for tree in cuts[0] if tree is not None]
+        paths = []
+        for tree in chosen:
+            path, at = [], 0
+            while len(children := np.flatnonzero(tree.parents == at)) and generator.random() < 0.7:
+                at = int(generator.choice(children))
+                path.append(at)
+            paths.append(path)
+        for way in ways:
+            way.verified(chosen, paths)
+    assert ways[0].calibration_errors() == ways[1].calibration_errors()
+    for name in ("_tries", "_hits"):
+        assert np.array_equal(*(getattr(way._calibration, name) for way in ways))

@@ -1,4 +1,4 @@
-"""Levels from a step that is repeated in place against levels from a batch built for each."""
+"""Levels from one compiled loop against levels from a batch built for each."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ STREAMS = {
     "filtered": (Sampling(3, 0.8, 20, 0.95, 0.02), range(100, 141)),
     "penalised": (Sampling(4, 0.9, repetition_penalty=1.3), range(50, 70)),
 }
+WIDTH = 2
 RunnerFactory = Callable[..., ModelRunner]
 
 
@@ -29,7 +30,7 @@ def proposals(runner: ModelRunner, floor: float, *, repeats: bool, rounds: int =
         engine.open(name, DraftOpen(name, texts[name], sampling, len(texts[name])))
     found = []
     for index in range(rounds):
-        trees, dropped = engine.propose(list(STREAMS), 6, 2, floor)
+        trees, dropped = engine.propose(list(STREAMS), 6, WIDTH, floor)
         assert not dropped
         found.append(trees)
         for tree in trees:
@@ -39,18 +40,19 @@ def proposals(runner: ModelRunner, floor: float, *, repeats: bool, rounds: int =
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.004, 0.05])
-def test_repeated_steps_propose_the_same_trees(make_runner: RunnerFactory, floor: float) -> None:
+def test_levels_in_one_loop_make_the_same_trees(make_runner: RunnerFactory, floor: float) -> None:
     """Bit for bit, also where streams end at different depths; and they were taken, for those that allow it."""
     runner = make_runner("llama")
     assert runner.path.startswith("whole step")
     taken: list[int] = []
-    repeated = runner.repeated
+    levels = runner.levels
 
-    def counted(batch):  # type: ignore[no-untyped-def]
-        taken.append(len(batch.slots))
-        return repeated(batch)
+    def counted(batch, spine):  # type: ignore[no-untyped-def]
+        if spine.width == WIDTH:  # not the first one, which only compiles
+            taken.append(len(batch.slots))
+        return levels(batch, spine)
 
-    runner.repeated = counted  # type: ignore[method-assign]
+    runner.levels = counted  # type: ignore[method-assign]
     plain = proposals(runner, floor, repeats=False)
     assert taken == []
     quick = proposals(runner, floor, repeats=True)
