@@ -5,6 +5,8 @@ argmax with ties to the lowest id; a row with NaN, or whose best score is not fi
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
@@ -35,6 +37,40 @@ def decide(scores_RV: Tensor, *, backend: str = "jit") -> tuple[npt.NDArray[np.i
     ids = np.empty(len(scores_RV), np.int64)
     usable = np.empty(len(scores_RV), np.bool_)
     _decide(scores_RV.contiguous().numpy(), ids, usable)
+    return ids, usable
+
+
+@partial(compiled, flags=())
+def _decide_drawn(logits, temperatures, which, drawn, best, usable):
+    for row in range(len(logits)):
+        noise, temperature = which[row], temperatures[row]
+        top, at, has_nan = np.float32(-np.inf), 0, False
+        for i in range(logits.shape[1]):
+            x = logits[row, i]
+            if noise >= 0:
+                x = x / temperature + drawn[noise, i]
+            if not x <= top:
+                if x > top:
+                    top, at = x, i
+                else:
+                    has_nan = True
+        best[row] = at
+        usable[row] = not has_nan and np.isfinite(top)
+
+
+def decide_drawn(
+    logits_RV: Tensor,
+    temperatures_R: npt.NDArray[np.float32],
+    which_R: npt.NDArray[np.int64],
+    drawn_KV: npt.NDArray[np.float32],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """`decide` of logits / temperature + noise, in one pass: row r has row which[r] of the noise, or none if that is -1.
+
+    The plain twin is `decide` of the sum, bit for bit.
+    """
+    ids = np.empty(len(logits_RV), np.int64)
+    usable = np.empty(len(logits_RV), np.bool_)
+    _decide_drawn(logits_RV.contiguous().numpy(), temperatures_R, which_R, drawn_KV, ids, usable)
     return ids, usable
 
 

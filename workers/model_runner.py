@@ -33,7 +33,7 @@ from paceline.cluster.errors import ModelError
 from paceline.cluster.model_files import check_model_files, read_object, served_version
 from paceline.cluster.speculation import Tree
 from paceline.cluster.types import HeadRange
-from paceline.kernels.decide import best, decide
+from paceline.kernels.decide import best, decide, decide_drawn
 from paceline.kernels.keyed_noise import gumbel_vocabulary
 from paceline.kernels.tree_attention import tree_attention
 from paceline.workers.cuda_graphs import GraphedDecoder, StaticStep
@@ -289,6 +289,8 @@ class ModelRunner:
     def _warm_up(self) -> None:
         """Compile what sampling needs now, not in the first request."""
         decide(torch.zeros(1, 2))
+        ones = np.ones(1, np.float32)
+        decide_drawn(torch.zeros(1, 2), ones, np.zeros(1, np.int64), np.zeros((1, 2), np.float32))
         best(torch.zeros(1, 2), 1)
         zero = torch.zeros(1, dtype=torch.int64)
         gumbel_vocabulary(zero, zero, zero, zero, 4)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from paceline.cluster.types import Sampling
-from paceline.kernels.decide import decide
+from paceline.kernels.decide import decide, decide_drawn
 from paceline.kernels.filter_logits import filter_logits
 from paceline.kernels.keyed_noise import gumbel_vocabulary
 from paceline.workers import fused_sampling
@@ -55,6 +55,17 @@ class SamplingRows:
     def is_filtered(self) -> bool:
         """Some row is drawn from less than the whole vocabulary."""
         return any(s.temperature > 0 and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0) for s in self.samplings)
+
+    @property
+    def sampled(self) -> list[int]:
+        """Rows that are drawn; the others need no noise."""
+        return [row for row, s in enumerate(self.samplings) if s.temperature > 0]
+
+    def select(self, rows: list[int]) -> SamplingRows:
+        """These rows, in this order."""
+        if len(rows) == len(self.samplings):
+            return self
+        return SamplingRows([self.samplings[row] for row in rows], [self.positions[row] for row in rows])
 
     @property
     def keys(self) -> list[tuple[int, int, int, int]]:
@@ -170,19 +181,32 @@ def perturb(logits_RV: Tensor, rows: SamplingRows, noise: NoiseSource | None = N
         scores = logits_RV
     else:  # what filter_logits does first
         scores = logits_RV / torch.tensor([[temperature or 1.0] for temperature in temperatures])
-    drawn = (noise or DirectNoise()).rows(rows, logits_RV.shape[-1])
-    if all(temperatures):
+    sampled = rows.sampled
+    drawn = (noise or DirectNoise()).rows(rows.select(sampled), logits_RV.shape[-1])
+    if len(sampled) == len(temperatures):
         return scores + drawn
-    return torch.where(rows.column("temperature", torch.float32)[:, None] > 0, scores + drawn, scores)
+    perturbed = scores.clone()
+    perturbed[torch.tensor(sampled)] += drawn
+    return perturbed
 
 
 def choose(
-    logits_RV: Tensor, rows: SamplingRows, noise: NoiseSource | None = None
+    logits_RV: Tensor, rows: SamplingRows, noise: NoiseSource | None = None, *, fused: bool = True
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """The decided token of each row, and whether the row was usable (no NaN, something left to draw)."""
+    """The decided token of each row, and whether the row was usable (no NaN, something left to draw).
+
+    `fused=False` is the plain twin of rows that are drawn from all of the vocabulary: noise is added, then decided.
+    """
     if logits_RV.is_cuda:
         return fused_sampling.choose(logits_RV, rows.samplings, rows.positions)
-    return decide(perturb(logits_RV, rows, noise))
+    if rows.is_filtered or rows.is_greedy or not fused:
+        return decide(perturb(logits_RV, rows, noise))
+    sampled = rows.sampled
+    drawn = (noise or DirectNoise()).rows(rows.select(sampled), logits_RV.shape[-1])
+    which = np.full(len(rows.samplings), -1, np.int64)
+    which[sampled] = np.arange(len(sampled))
+    temperatures = np.asarray([s.temperature for s in rows.samplings], np.float32)
+    return decide_drawn(logits_RV, temperatures, which, drawn.numpy())
 
 
 @dataclass(frozen=True, slots=True)

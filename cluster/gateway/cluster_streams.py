@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -452,28 +452,51 @@ class ClusterStreams:
             try:
                 # Not wait_for: until Python 3.12 it can swallow a cancellation that comes together with an item.
                 async with asyncio.timeout(self._config.gateway.keepalive_s):
-                    item = await attempt.queue.get()
+                    items = [await attempt.queue.get()]
             except TimeoutError:
                 yield StreamEvent(())
                 continue
-            if isinstance(item, _Lost):
-                yield item
-                return
-            if item.start != len(output):  # a defect of the decode worker: never pass on a gap or a repeat
+            while (
+                not attempt.queue.empty()
+            ):  # we are behind: several steps become one event, one frame, one write
+                items.append(attempt.queue.get_nowait())
+            for event in self._events(attempt, items, output, report):
+                yield event
+                if isinstance(event, _Lost) or event.finish is not None:
+                    return
+
+    def _events(
+        self, attempt: _Attempt, items: Sequence[Delta | _Lost], output: list[int], report: StreamReport
+    ) -> Iterator[StreamEvent | _Lost]:
+        """As few events as say what these items do."""
+        waiting: StreamEvent | None = None
+        for item in items:
+            if isinstance(item, Delta) and item.start == len(output):
+                if failpoints.enabled:
+                    failpoints.hit("mid_stream", attempt.request_id)
+                self._record(attempt, item, report)
+                output.extend(item.tokens)
+                event = StreamEvent(
+                    item.tokens, item.sources, item.finish, item.error, item.logprobs, item.prompt_logprobs
+                )
+                both = waiting.joined(event) if waiting is not None else event
+                if both is None and waiting is not None:
+                    yield waiting
+                waiting = both or event
+                if item.finish is not None:
+                    break
+                continue
+            if waiting is not None:
+                yield waiting
+            if isinstance(item, Delta):  # a defect of the decode worker: never pass on a gap or a repeat
                 log.error(
                     "delta_out_of_order", request=item.request_id, start=item.start, expected=len(output)
                 )
-                yield _Lost("out of order")
-                return
-            if failpoints.enabled:
-                failpoints.hit("mid_stream", attempt.request_id)
-            self._record(attempt, item, report)
-            output.extend(item.tokens)
-            yield StreamEvent(
-                item.tokens, item.sources, item.finish, item.error, item.logprobs, item.prompt_logprobs
-            )
-            if item.finish is not None:
-                return
+                item = _Lost("out of order")
+            yield item
+            return
+        if waiting is not None:
+            yield waiting
 
     def _record(self, attempt: _Attempt, delta: Delta, report: StreamReport) -> None:
         if not attempt.has_tokens and attempt.busy.prefill:  # the prompt's KV is there

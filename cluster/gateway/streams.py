@@ -29,6 +29,18 @@ class StreamEvent:
     def is_waiting(self) -> bool:
         return not self.tokens and self.finish is None
 
+    def joined(self, later: StreamEvent) -> StreamEvent | None:
+        """This and what came behind it as one event; None where both must be told for themselves."""
+        is_plain = self.logprobs is None and later.logprobs is None and later.prompt_logprobs is None
+        if not is_plain or self.finish is not None or later.finish == "error":
+            return None
+        return StreamEvent(
+            self.tokens + later.tokens,
+            self.sources + later.sources,
+            later.finish,
+            prompt_logprobs=self.prompt_logprobs,
+        )
+
 
 @dataclass(slots=True)
 class StreamReport:

@@ -35,7 +35,7 @@ from paceline.deploy import local
 from paceline.deploy.bench import clients, inprocess, report
 from paceline.deploy.bench.clients import Answer
 from paceline.deploy.bench.figures import Count, Figure, alternate, median, rate, ratio
-from paceline.deploy.bench.suite import Options, Say, block_size
+from paceline.deploy.bench.suite import WAVES, Options, Say, block_size
 from paceline.deploy.bench.workload import Workload
 
 LONG_PROMPT = 1000
@@ -46,8 +46,6 @@ _DRAFT = SOURCE_NAMES[SOURCE_DRAFT]
 _DRAFTING = ("speculation.control=fixed", "speculation.sources=[draft]")
 """Every step asks a draft worker, whether it pays on this machine or not: what drafts are worth is told from there."""
 _DRAFTING_STREAMS = 4
-_WAVES = 2
-"""Requests of each client in a block, at least: with one, all begin together and few are left in the end."""
 _SETTLE_S = 10.0
 """For figures to reach control, which workers tell once a second."""
 _PACELINE = [sys.executable, "-m", "paceline.deploy.cli"]
@@ -244,7 +242,7 @@ class HttpSuite:
     def _card(self) -> dict[str, str]:
         options = self._options
         cores = inprocess.thread_counts()[-1]
-        length = f"{options.pairs} pairs of {options.block_s:g} s a block, or of {_WAVES} requests a client if that is more"
+        length = f"{options.pairs} pairs of {options.block_s:g} s a block, or of {WAVES} requests a client if that is more"
         versions = ", ".join(f"{name} {number}" for name, number in report.versions().items())
         return {
             "target": self._runner.version,
@@ -302,7 +300,7 @@ class HttpSuite:
 
         warm_up = self._workload.requests(name, 1_000_000, max(8, streams), max_tokens=options.max_tokens)
         slower = max(of_engine(warm_up).seconds, of_cluster(warm_up)[0].seconds)
-        num = max(_WAVES * streams, block_size(slower, len(warm_up), streams, options.block_s))
+        num = block_size(slower, len(warm_up), streams, options.block_s)
         before = self._settled()
 
         def engine_block(index: int) -> Count:

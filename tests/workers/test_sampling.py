@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import oracle
 from paceline.cluster.types import Sampling
-from paceline.workers.sampling import SamplingRows, choose, perturb
+from paceline.workers.sampling import CachedNoise, SamplingRows, choose, perturb
 
 TABLE = np.array([0.42, 0.27, 0.2, 0.1, 0.01])
 NUM_SEEDS = 60_000
@@ -107,6 +109,30 @@ def test_a_nan_in_an_all_greedy_batch_is_flagged() -> None:
     _, usable = choose(logits, rows_for([Sampling(0, 0.0)] * 3, [1, 2, 3]))
 
     assert usable.tolist() == [True, False, True]
+
+
+@given(st.integers(0, 1 << 20))
+@settings(max_examples=40, deadline=None)
+def test_one_pass_decides_what_noise_and_argmax_do(seed: int) -> None:
+    """Greedy and sampled rows of one batch, siblings among them, ties, infinities and NaN: the same bits."""
+    generator = np.random.default_rng(seed)
+    num, num_ids = int(generator.integers(1, 9)), int(generator.integers(2, 300))
+    logits = (
+        (generator.normal(size=(num, num_ids)) * 4).round(int(generator.integers(0, 4))).astype(np.float32)
+    )
+    for row in range(num):
+        if generator.random() < 0.2:
+            logits[row, generator.integers(0, num_ids)] = generator.choice([np.nan, np.inf, -np.inf])
+    samplings = [
+        Sampling(int(generator.integers(0, 3)), float(generator.choice([0.0, 0.3, 1.0, 1.7])))
+        for _ in range(num)
+    ]
+    rows = rows_for(samplings, generator.integers(0, 5, num).tolist())
+    ids, usable = choose(torch.from_numpy(logits), rows, CachedNoise())
+    plain_ids, plain_usable = choose(torch.from_numpy(logits), rows, CachedNoise(), fused=False)
+
+    assert np.array_equal(usable, plain_usable)
+    assert np.array_equal(ids[usable], plain_ids[usable])
 
 
 @pytest.mark.parametrize("num_ids", [2, 17, 211, 5000, 150_001])

@@ -24,11 +24,11 @@ from paceline.workers.scoring import load_draft, score_requests
 Say = Callable[[str], None]
 
 LEARNING = (
-    "learning.capture.holdout=0.1",
+    "learning.capture.holdout=0.2",
     "learning.capture.flush_s=2",
-    "learning.train.min_requests=150",
+    "learning.train.min_requests=100",
     "learning.train.batch_tokens=2048",
-    "learning.train.max_steps=50",
+    "learning.train.max_steps=25",
     "learning.gate.min_requests=20",
     "learning.rollout.canary_share=0.3",
     "learning.rollout.canary_min_requests=30",
@@ -49,7 +49,7 @@ class Size:
     num_shifted: int = 2000
     window: int = 100
     streams: int = 2
-    max_tokens: int = 64
+    max_tokens: int = 128
     pairs: int = 30
     """Of windows, alternated, when traffic stays."""
     seed: int = 0

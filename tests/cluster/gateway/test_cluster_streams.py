@@ -13,7 +13,7 @@ from paceline.cluster.config import ClusterConfig
 from paceline.cluster.errors import WireError
 from paceline.cluster.gateway import cluster_streams
 from paceline.cluster.gateway.cluster_streams import ClusterStreams
-from paceline.cluster.gateway.streams import StreamReport
+from paceline.cluster.gateway.streams import StreamEvent, StreamReport
 from paceline.cluster.membership import Member
 from paceline.cluster.metrics import Metrics
 from paceline.cluster.types import (
@@ -24,6 +24,7 @@ from paceline.cluster.types import (
     Deltas,
     Directory,
     Generate,
+    Logprobs,
     Message,
     Progress,
     Request,
@@ -33,6 +34,7 @@ from paceline.cluster.types import (
 )
 
 SECRET = b"s" * 32
+SCORES = Logprobs(0, bytes(4), bytes(4), b"", b"")
 REQUEST = Request("r", (1, 2, 3), Sampling(7), 8)
 
 
@@ -209,6 +211,65 @@ async def test_a_cancellation_is_heard_together_with_a_token(num_turns: int) -> 
 
         assert task.cancelled()
         await until(lambda: cluster.decode.of(Cancel))
+
+
+def steps(request: Request, *tokens: tuple[int, ...]) -> list[Delta]:
+    """So many steps of a stream, the last of which ends it."""
+    starts = [sum(map(len, tokens[:step])) for step in range(len(tokens))]
+    return [
+        Delta(request.id, 0, start, new, bytes(len(new)), finish="stop" if index == len(tokens) - 1 else None)
+        for index, (start, new) in enumerate(zip(starts, tokens, strict=True))
+    ]
+
+
+async def test_steps_that_came_while_nobody_looked_are_one_event() -> None:
+    """A gateway that is behind writes less, not later; every step still counts."""
+    async with running() as cluster:
+        cluster.router.act = assigns(cluster.info)
+
+        def says_all_at_once(peer: wire.Peer, message: Message) -> None:
+            if isinstance(message, Generate):
+                peer.send(Deltas(tuple(steps(message.request, (4,), (5, 6), (7,)))))
+
+        cluster.decode.act = says_all_at_once
+        report = StreamReport()
+        events = [event async for event in cluster.streams.run(REQUEST, report)]
+
+        (event,) = [event for event in events if event.tokens]
+        assert (event.tokens, event.sources, event.finish) == ((4, 5, 6, 7), bytes(4), "stop")
+        assert report.num_steps == 3
+
+
+async def test_what_came_before_a_gap_is_kept_and_the_rest_asked_for_again() -> None:
+    """In one look: two good steps, and one that leaves a token out."""
+    async with running() as cluster:
+        cluster.router.act = assigns(cluster.info)
+
+        def leaves_one_out(peer: wire.Peer, message: Message) -> None:
+            if isinstance(message, Generate) and message.epoch == 0:
+                first, second, _, last = steps(message.request, (4,), (5,), (6,), (7,))
+                peer.send(Deltas((first, second, last)))
+            else:
+                says(4, 5, 6, 7)(peer, message)
+
+        cluster.decode.act = leaves_one_out
+        report = StreamReport()
+        tokens = [t async for event in cluster.streams.run(REQUEST, report) for t in event.tokens]
+
+        assert tokens == [4, 5, 6, 7] and report.num_recoveries == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "later"),
+    [
+        (StreamEvent((4,), b"\0", "stop"), StreamEvent((5,), b"\0")),
+        (StreamEvent((4,), b"\0"), StreamEvent((), b"", "error", "broken")),
+        (StreamEvent((4,), b"\0"), StreamEvent((5,), b"\0", logprobs=SCORES)),
+        (StreamEvent((4,), b"\0", logprobs=SCORES), StreamEvent((5,), b"\0")),
+    ],
+)
+def test_events_that_say_more_than_tokens_stay_alone(first: StreamEvent, later: StreamEvent) -> None:
+    assert first.joined(later) is None
 
 
 async def test_a_worker_that_cannot_be_reached_is_not_remembered() -> None:
