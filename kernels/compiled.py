@@ -7,8 +7,10 @@ without that an old copy of what it calls would live on unseen.
 
 from __future__ import annotations
 
+import fcntl
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,6 +40,26 @@ def compiled(function: Any, *, uses: Sequence[ModuleType] = (), flags: Collectio
             "no folder for compiled loops can be written: set NUMBA_CACHE_DIR, or each start takes seconds longer"
         )
         return numba.njit(**how)(function)
+
+
+@contextmanager
+def one_at_a_time(loop: Any, name: str) -> Iterator[None]:
+    """Processes that may all compile a loop take turns, by `name`: the first does, the others find what it kept.
+
+    Without a folder to keep it in each compiles its own, and nobody waits.
+    """
+    folder = Path(getattr(loop._cache, "_cache_path", None) or "")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / f"{loop.__name__}.{name}.lock").open("w") if folder.name else None
+    except OSError:
+        file = None
+    if file is None:
+        yield
+        return
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # ends with the process that holds it
+        yield
 
 
 def _stamp(module: ModuleType) -> tuple[float, int]:

@@ -33,8 +33,10 @@ from paceline.cluster.errors import ModelError
 from paceline.cluster.model_files import check_model_files, read_object, served_version
 from paceline.cluster.speculation import Tree
 from paceline.cluster.types import HeadRange
+from paceline.kernels.compiled import one_at_a_time
 from paceline.kernels.decide import best, decide, decide_drawn
 from paceline.kernels.keyed_noise import gumbel_vocabulary
+from paceline.kernels.step_jit import step
 from paceline.kernels.tree_attention import tree_attention
 from paceline.workers.cuda_graphs import GraphedDecoder, StaticStep
 from paceline.workers.kv_cache import KVCache
@@ -228,7 +230,9 @@ class ModelRunner:
         plain = self._probe()
         tables = rotations(self._model, self.max_context)
         self._whole = whole = WholeStepDecoder(self._model, tables, int8_weights=int8_weights)
-        reason = _difference(self._probe(), plain)
+        with one_at_a_time(step, whole.arithmetic.replace(" ", "-")):  # half a minute, the first time
+            found = self._probe()
+        reason = _difference(found, plain)
         if reason:
             self._whole, self._refused = None, f", whole step not: {reason}"
         else:
@@ -301,7 +305,8 @@ class ModelRunner:
         builder.add_token([0], 0, 0)
         ones = np.ones(1, np.float32)
         spine = Spine(1, 1, 0.0, np.zeros((1, 1, self.vocab_size), np.float32), ones, ones.astype(np.float64))
-        self.levels(builder.build()[0], spine)
+        with one_at_a_time(step, "levels"):
+            self.levels(builder.build()[0], spine)
 
     def levels(
         self, batch: PackedBatch, spine: Spine

@@ -1,4 +1,4 @@
-"""Compiled loops where nothing can be kept: they still run, and say what it costs."""
+"""Compiled loops where nothing can be kept, and where several processes want the same one at once."""
 
 from __future__ import annotations
 
@@ -36,3 +36,28 @@ def test_loops_are_compiled_where_no_cache_can_be_written(tmp_path: Path) -> Non
 
     assert done.stdout.strip() == "8"
     assert "NUMBA_CACHE_DIR" in done.stderr
+
+
+def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
+    """Three workers of one machine: one compiles, two load what it kept."""
+    package = tmp_path / "loops"
+    package.mkdir()
+    shutil.copy(KERNELS / "compiled.py", package / "compiled.py")
+    (package / "loop.py").write_text(
+        "import compiled\n"
+        "@compiled.compiled\n"
+        "def double(n):\n"
+        "    return n * 2\n"
+        "if __name__ == '__main__':\n"
+        "    from loop import double\n"
+        "    with compiled.one_at_a_time(double, 'test'):\n"
+        "        double(4)\n"
+        "    print(sum(double.stats.cache_hits.values()), sum(double.stats.cache_misses.values()))\n"
+    )
+    started = [
+        subprocess.Popen([sys.executable, "loop.py"], cwd=package, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    said = sorted(process.communicate(timeout=120)[0].strip() for process in started)
+
+    assert said == ["0 1", "1 0", "1 0"]
