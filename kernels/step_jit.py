@@ -93,12 +93,7 @@ def _multiply_either(x, scales, first, num, w, w_at, num_in, out, products):
     elif x.dtype == types.uint16:
 
         def multiply(x, scales, first, num, w, w_at, num_in, out, products):
-            sums = out.view(np.float32)
-            v.tiles(x, first * x.shape[1] * 96, w, w_at, num_in, sums)
-            for panel in range(4):
-                for r in range(num):
-                    for i in range(16):
-                        products[r, 16 * panel + i] = sums[panel, r, i]
+            v.tiles(x, first * x.shape[1] * 96, w, w_at, num_in, products)
 
     else:
 
@@ -402,7 +397,9 @@ def _add_product(x, scales, num, block, w, layer, affine, y, tickets, phase, out
 
 @_looped
 def _scale(products, rows, affine, layer, pair):
-    """products * scale + bias, both of this pair's outputs: affine [L, 2, outputs]."""
+    """products * scale + bias, both of this pair's outputs: affine [L, 2, outputs], or [L, 0, outputs], nothing to do."""
+    if affine.shape[1] == 0:
+        return
     outputs = products.shape[1]
     for r in range(rows):
         for i in range(outputs):

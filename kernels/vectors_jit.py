@@ -164,7 +164,7 @@ def _tile_at(builder: Any, number: int, pointer: Any, stride: Any, name: str = "
 
 @intrinsic
 def tiles(typingctx, x, x_at, w, w_at, num_in, out):
-    """out[panel, r, 0:16], four panels, of a block of up to 16 rows on AMX: x is three bfloat16, w one."""
+    """out[r, 0:64], four panels, of a block of up to 16 rows on AMX: x is three bfloat16, w one."""
 
     def build(context, builder, signature, arguments):
         x_type, _, w_type, _, _, out_type = signature.args
@@ -185,8 +185,8 @@ def tiles(typingctx, x, x_at, w, w_at, num_in, out):
                     numbers = (panel, 6 - piece, 7)  # the smallest first
                     _call(builder, "llvm.x86.tdpbf16ps", [ir.Constant(_I8, n) for n in numbers])
         for panel in range(4):
-            target = _at(context, builder, out_type, out, _I64(256 * panel))
-            _tile_at(builder, panel, target, _I64(64), "tilestored64")
+            target = _at(context, builder, out_type, out, _I64(16 * panel))
+            _tile_at(builder, panel, target, _I64(256), "tilestored64")
         return context.get_dummy_value()
 
     integer = types.int64

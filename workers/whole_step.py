@@ -43,7 +43,8 @@ _INPUTS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}
 
 @dataclass(slots=True)
 class _Linears:
-    """One linear of every layer: panels [L, pairs, inputs * 32], and scale and bias of each output [L, 2, outputs]."""
+    """One linear of every layer: panels [L, pairs, inputs * 32], and scale and bias of each output [L, 2, outputs], or
+    [L, 0, outputs] if there is neither."""
 
     panels: AnyArray
     affine: AnyArray
@@ -346,4 +347,7 @@ def _pack(linears: Sequence[tuple[Tensor, Tensor]], kind: torch.dtype, outputs: 
     found: AnyArray = (
         panels.view(torch.int16).numpy().view(np.uint16) if kind == torch.bfloat16 else panels.numpy()
     )
-    return _Linears(found, affine.numpy())
+    is_plain = kind != torch.int8 and not bool(affine[:, 1].any())
+    return _Linears(
+        found, np.empty((len(linears), 0, affine.shape[2]), np.float32) if is_plain else affine.numpy()
+    )
