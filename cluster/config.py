@@ -51,6 +51,9 @@ class GatewayConfig(Section):
     then goes on in other workers; connections left at a gateway are closed."""
     replicas: Annotated[int, Field(ge=1, le=256)] = 1
     """Gateways, each on a node of its own, since all listen on the same port."""
+    notice_s: Annotated[float, Field(ge=0, le=600)] = 6.0
+    """One of several gateways that is told to end says so at /ready and goes on serving for this long: what balances
+    between them must have seen it by then. A single one is replaced by one that listens already, and needs none."""
     max_body_bytes: Annotated[int, Field(ge=1024, le=1 << 28)] = 4 << 20
     """Larger request bodies are refused with 413 before they are read."""
     client_timeout_s: Seconds = 30.0
@@ -97,8 +100,25 @@ class EngineConfig(Section):
     max_per_node: Annotated[int, Field(ge=0, le=1024)] = 0
     """Replicas of this role on one node, at most; 1 spreads them so that a node's death costs one. 0: no limit."""
 
+    @property
+    def peak_replicas(self) -> int:
+        """As many as there can be: whoever places them needs this much room."""
+        return self.replicas
 
-class TargetConfig(EngineConfig):
+
+class ScaledConfig(EngineConfig):
+    """What roles have in common of which there may be more when there is more to do."""
+
+    max_replicas: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Processes of this role, at most: from `replicas` up to here there are as many as its load asks for (`scaling`). 0:
+    always `replicas`."""
+
+    @property
+    def peak_replicas(self) -> int:
+        return max(self.replicas, self.max_replicas)
+
+
+class TargetConfig(ScaledConfig):
     """What workers that run the target have in common."""
 
     tp: Annotated[int, Field(ge=1, le=64)] = 1
@@ -120,7 +140,7 @@ class DecodeConfig(TargetConfig):
     """Streams that may wait in one worker behind its `max_streams`. When all are full, new requests get a 429."""
 
 
-class DraftConfig(EngineConfig):
+class DraftConfig(ScaledConfig):
     """Workers that propose."""
 
     kv_memory_mb: Annotated[int, Field(ge=1, le=1 << 20)] = 32
@@ -147,6 +167,18 @@ class ControlConfig(Section):
     """Ray's share for placement, not a limit."""
     resources: Resources = Field(default={})
     """As for the gateway."""
+
+
+class ScalingConfig(Section):
+    """How roles with `max_replicas` follow their load. No stream fails when a worker goes: it drains first."""
+
+    busy: Annotated[float, Field(ge=0.05, le=1)] = 0.7
+    """How busy a worker should be: for decode and draft workers streams, waiting ones included, as a share of
+    `max_streams`; for prefill workers the share of time in which they compute."""
+    up_after_s: Annotated[float, Field(ge=0, le=3600)] = 10.0
+    """Workers come when those that are there were too busy for this long, besides half a minute of measuring."""
+    down_after_s: Annotated[float, Field(ge=0, le=86400)] = 300.0
+    """Workers go when fewer would have done for this long."""
 
 
 class SpeculationConfig(Section):
@@ -264,6 +296,7 @@ class ClusterConfig(Section):
     draft: DraftConfig = DraftConfig()
     trainer: TrainerConfig = TrainerConfig()
     control: ControlConfig = ControlConfig()
+    scaling: ScalingConfig = ScalingConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     link: LinkConfig = LinkConfig()
     kv: KVConfig = KVConfig()
@@ -282,6 +315,16 @@ class ClusterConfig(Section):
                 raise ValueError(
                     f"{role}.num_gpus={section.num_gpus}: expected 0, or at least 1 with {role}.tp={section.tp}: "
                     "ranks cannot share a GPU"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _from_few_to_many(self) -> ClusterConfig:
+        for role, section in (("prefill", self.prefill), ("decode", self.decode), ("draft", self.draft)):
+            if section.max_replicas and not 1 <= section.replicas <= section.max_replicas:
+                raise ValueError(
+                    f"{role}.max_replicas={section.max_replicas}: expected 0 (there are always {role}.replicas), or at "
+                    f"least {role}.replicas={section.replicas}, which is then 1 or more"
                 )
         return self
 

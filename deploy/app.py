@@ -33,7 +33,7 @@ def build_app(config: ClusterConfig, secrets: Secrets) -> Application:
         (replicas.DraftReplica, config.draft),
     )
     engines = [
-        _deploy(kind, grace_s, threads=engine.threads, **engine_placement(engine)).bind(
+        _deploy(kind, grace_s, threads=engine.threads, **engine_placement(engine, config.scaling)).bind(
             config, secrets, router
         )
         for kind, engine in kinds
@@ -42,13 +42,16 @@ def build_app(config: ClusterConfig, secrets: Secrets) -> Application:
     if config.has_trainer:
         trainer = config.trainer
         engines.append(
-            _deploy(replicas.TrainerReplica, 0.0, threads=trainer.threads, **engine_placement(trainer)).bind(
-                config, secrets, router
-            )
+            _deploy(
+                replicas.TrainerReplica,
+                0.0,
+                threads=trainer.threads,
+                **engine_placement(trainer, config.scaling),
+            ).bind(config, secrets, router)
         )
     placed = {**_listener(config.gateway, config.gateway.replicas), **_new_before_old(config.gateway)}
     # The root deployment must hold the others for Serve to deploy them; it uses the router's handle only.
-    return _deploy(replicas.GatewayReplica, grace_s, **placed).bind(
+    return _deploy(replicas.GatewayReplica, grace_s + replicas.notice_s(config.gateway), **placed).bind(
         config, secrets, router, [control, *engines]
     )
 

@@ -37,6 +37,7 @@ app = typer.Typer(
 app.add_typer(keys.commands, name="keys")
 app.add_typer(drafts.commands, name="drafts")
 app.command()(clusters.deploy)
+app.command()(clusters.drain)
 app.command()(clusters.cluster_yaml)
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from paceline.cluster.admin.key import ensure_admin_key, hash_key
 from paceline.cluster.config import load_config
-from paceline.cluster.errors import ConfigError
-from paceline.deploy import local, ray_cluster, ray_deploy
+from paceline.cluster.errors import ConfigError, PacelineError
+from paceline.deploy import leave, local, ray_cluster, ray_deploy
 from paceline.deploy.serve_config import serve_config
 
 out = Console(highlight=False)
@@ -78,6 +78,24 @@ def deploy(
         f"[green]running[/green]: every gateway listens on port {gateway.port}, Control on {control.host}:{control.port}"
     )
     out.print(f"the key of its dashboard: {local.admin_key_path()}", markup=False, soft_wrap=True)
+
+
+def drain(
+    node: Annotated[
+        str, typer.Argument(help="As `paceline status` shows it: HOST/ID; by default the one this runs on.")
+    ] = "",
+    limit_s: Annotated[float, typer.Option(min=1, max=86400, help="Until then it has to be empty.")] = 300.0,
+) -> None:
+    """Empty a node of the Ray cluster before its host is serviced: its workers move, streams go on. Run it on any node."""
+    nodes = leave.RayNodes()
+    node_id = leave.find(nodes.all(), nodes.here, node)
+
+    def say(text: str) -> None:
+        err.print(f"  {text}", markup=False, soft_wrap=True)
+
+    if left := leave.leave(nodes, node_id, limit_s, say):
+        raise PacelineError(f"after {limit_s:.0f} s still there: {', '.join(left)}")
+    out.print("drained: nothing of Paceline runs there, and Ray places nothing there any more")
 
 
 def cluster_yaml(

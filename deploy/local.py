@@ -254,9 +254,9 @@ def ranks(engine: EngineConfig) -> int:
 
 
 def needed_cpus(config: ClusterConfig) -> float:
-    """Sum of the CPU shares that placement asks for."""
+    """Sum of the CPU shares that placement asks for, when there are as many workers as there may be."""
     engines = _engines(config)
-    return sum(e.num_cpus * e.replicas * ranks(e) for e in engines) + (
+    return sum(e.num_cpus * e.peak_replicas * ranks(e) for e in engines) + (
         config.gateway.num_cpus * config.gateway.replicas + config.router.num_cpus + config.control.num_cpus
     )
 
@@ -266,7 +266,7 @@ def needed_resources(config: ClusterConfig) -> dict[str, float]:
     needed: Counter[str] = Counter()
     for engine in _engines(config):
         for name, amount in engine.resources.items():
-            needed[name] += math.ceil(amount * engine.replicas * ranks(engine))
+            needed[name] += math.ceil(amount * engine.peak_replicas * ranks(engine))
     for section in (config.gateway, config.control, config.router):
         for name, amount in section.resources.items():
             needed[name] += math.ceil(amount)
@@ -281,10 +281,10 @@ def check_fits_one_node(config: ClusterConfig) -> None:
     if config.gateway.replicas > 1:
         raise ConfigError(f"gateway.replicas={config.gateway.replicas}: expected 1 on one machine")
     for role, engine in (("prefill", config.prefill), ("decode", config.decode), ("draft", config.draft)):
-        if 0 < engine.max_per_node < engine.replicas:
+        if 0 < engine.max_per_node < engine.peak_replicas:
+            most = f"{role}.{'max_replicas' if engine.max_replicas else 'replicas'}={engine.peak_replicas}"
             raise ConfigError(
-                f"{role}.max_per_node={engine.max_per_node}: expected 0 or at least {role}.replicas="
-                f"{engine.replicas} on one machine"
+                f"{role}.max_per_node={engine.max_per_node}: expected 0 or at least {most} on one machine"
             )
 
 

@@ -9,14 +9,18 @@ from typing import Any
 import psutil
 import ray
 
-from paceline.cluster.config import ClusterConfig, EngineConfig, TargetConfig
+from paceline.cluster.config import ClusterConfig, EngineConfig, ScaledConfig, ScalingConfig, TargetConfig
 from paceline.cluster.errors import ConfigError
+from paceline.deploy.serve_config import autoscaling
 
 
-def engine_placement(engine: EngineConfig) -> dict[str, Any]:
-    """Options of `serve.deployment` that say where the replicas of a role run."""
+def engine_placement(engine: EngineConfig, scaling: ScalingConfig) -> dict[str, Any]:
+    """Options of `serve.deployment` that say how many replicas of a role there are, and where."""
     actor = {"num_cpus": engine.num_cpus, "num_gpus": engine.num_gpus, "resources": dict(engine.resources)}
     options = placement(actor, engine.replicas, engine.max_per_node)
+    if isinstance(engine, ScaledConfig) and engine.max_replicas:
+        del options["num_replicas"]
+        options["autoscaling_config"] = autoscaling(engine, scaling)
     if isinstance(engine, TargetConfig) and engine.tp > 1:
         # A bundle for each rank, all on one node; the leader has the first, and puts the others into theirs.
         options["placement_group_bundles"] = [bundle(engine)] * engine.tp

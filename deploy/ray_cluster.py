@@ -129,11 +129,12 @@ def _engines(config: ClusterConfig) -> Iterable[tuple[str, EngineConfig]]:
 def _group(role: str, engine: EngineConfig) -> dict[str, Any]:
     per_node = engine.max_per_node or 1
     nodes = math.ceil(engine.replicas / per_node)
+    bound = math.ceil(engine.peak_replicas / per_node)
     return {
         "role": role,
-        "replicas": engine.replicas,
+        "replicas": engine.replicas if bound == nodes else f"{engine.replicas} to {engine.peak_replicas}",
         "per_node": per_node,
-        "max_nodes": _GROWTH * nodes if role != "trainer" else 1,
+        "max_nodes": bound if bound > nodes else _GROWTH * nodes if role != "trainer" else 1,
         "instance": _INSTANCES[engine.num_gpus > 0],
         "resources": {PREFIX + role: per_node * _room(role, engine)},
     }
@@ -162,10 +163,10 @@ def _hosts(engines: dict[str, EngineConfig], hosts: Sequence[Host]) -> list[dict
         places = [host.address for host in hosts if role in host.roles]
         if not places:
             raise ConfigError(f"--host {role}=ADDRESS: expected, since {role}.replicas={engine.replicas}")
-        each = math.ceil(engine.replicas / len(places))
+        each = math.ceil(engine.peak_replicas / len(places))
         if 0 < engine.max_per_node < each:
             raise ConfigError(
-                f"{role}.max_per_node={engine.max_per_node}: {len(places)} hosts are too few for {engine.replicas} "
+                f"{role}.max_per_node={engine.max_per_node}: {len(places)} hosts are too few for {engine.peak_replicas} "
                 "replicas"
             )
         for address in places:

@@ -11,7 +11,7 @@ import gc
 import os
 import socket
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 import uvicorn
@@ -21,18 +21,27 @@ from ray._private import worker as ray_worker
 from ray.serve._private import replica as serve_replica
 
 from paceline.cluster import failpoints, wire
-from paceline.cluster.config import ClusterConfig, Secrets, model_folder
+from paceline.cluster.config import ClusterConfig, GatewayConfig, Secrets, model_folder
 from paceline.cluster.control import Control, build_control_app
 from paceline.cluster.gateway.listener import server_config
 from paceline.cluster.membership import Member, ResolveRouter, new_incarnation
 from paceline.cluster.metrics import Metrics
 from paceline.cluster.router import Router
+from paceline.cluster.scaling import LOAD
 from paceline.cluster.types import Role
 from paceline.deploy import local
 from paceline.deploy.logs import configure_logs
 from paceline.deploy.placement import node_name, on_this_node
 
+if TYPE_CHECKING:
+    from paceline.cluster.gateway.cluster_streams import ClusterStreams
+
 log = structlog.get_logger(__name__)
+
+_LET_GO_S = 1.0
+"""A client that sends one request after the other has left in this time, to a gateway that listens on the same port."""
+_UNREAD_S = 0.2
+"""The request of a connection that was just accepted has been read by then: idle connections are closed next."""
 
 
 def _begin(role: str, config: ClusterConfig) -> ClusterConfig:
@@ -134,6 +143,17 @@ class _HttpListener:
         if self._task is not None and self._task.done():
             raise RuntimeError(f"the listener on {self._host}:{self._port} ended") from self._task.exception()
 
+    async def let_go(self, seconds: float) -> None:
+        """Send clients away without breaking anything of theirs: first each answer ends its connection, so that the next
+        request comes by a new one, perhaps to another gateway; after `seconds` no connection is accepted any more."""
+        farewell = (b"connection", b"close")
+        self._server.config.encoded_headers.append(farewell)
+        self._server.server_state.default_headers.append(farewell)
+        await asyncio.sleep(seconds)
+        for server in self._server.servers:
+            server.close()
+        await asyncio.sleep(_UNREAD_S)
+
     async def close(self, limit_s: float) -> None:
         """Accept no connection; answers that are on their way have this long."""
         self._server.should_exit = True
@@ -202,6 +222,19 @@ class ControlReplica(_HttpReplica):
         await self._control.close()
 
 
+def notice_s(gateway: GatewayConfig) -> float:
+    """How long a gateway serves on after it was told to end: only where others can take its clients."""
+    return gateway.notice_s if gateway.replicas > 1 else 0.0
+
+
+async def leave_clients(streams: ClusterStreams, http: _HttpListener, notice_s: float) -> None:
+    """What a gateway does first when it is told to end: whoever comes is served until nobody comes any more."""
+    if notice_s:
+        streams.give_notice()
+    await http.let_go(max(notice_s, _LET_GO_S))
+    streams.drain()
+
+
 class GatewayReplica(_HttpReplica):
     """OpenAI's API on its own listener."""
 
@@ -215,7 +248,7 @@ class GatewayReplica(_HttpReplica):
         config = _begin("gateway", config)
         metrics = Metrics()
         streams = self._streams = ClusterStreams(config, metrics)
-        self._grace_s = config.gateway.drain_s
+        self._grace_s, self._notice_s = config.gateway.drain_s, notice_s(config.gateway)
         me = wire.Identity(f"gateway-{_name()}", new_incarnation())
         self._member = Member(
             me, "gateway", config.link, secrets.link, streams, _resolver(router), node=node_name()
@@ -231,7 +264,7 @@ class GatewayReplica(_HttpReplica):
         _leave_on_sigterm(self._leave)
 
     async def _leave(self) -> None:
-        self._streams.drain()
+        await leave_clients(self._streams, self._http, self._notice_s)
         await super()._leave()
 
 
@@ -262,6 +295,10 @@ class _EngineReplica:
 
     async def check_health(self) -> None:
         self._worker.check()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve asks every few seconds where a role has `max_replicas`."""
+        return {LOAD: self._worker.load_share()}
 
     async def _leave(self) -> None:
         await self._worker.drain()

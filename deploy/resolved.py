@@ -108,6 +108,11 @@ def _surface(given: ClusterConfig, config: ClusterConfig) -> Iterator[Derived]:
 def _places(config: ClusterConfig) -> Iterator[Derived]:
     decode = config.decode
     total = decode.replicas * (decode.max_streams + decode.max_queue)
+    if decode.max_replicas:
+        most = decode.max_replicas * (decode.max_streams + decode.max_queue)
+        yield Derived(
+            "streams at most", str(most), f"decode.max_replicas={decode.max_replicas}, as scaling.* says"
+        )
     yield Derived(
         "streams at once",
         str(total),

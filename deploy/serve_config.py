@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from paceline.cluster.config import ClusterConfig, Secrets, check_config
+from paceline.cluster.config import ClusterConfig, ScaledConfig, ScalingConfig, Secrets, check_config
 from paceline.cluster.errors import ConfigError
 
 if TYPE_CHECKING:  # it takes seconds, and only the cluster needs it
@@ -23,6 +23,9 @@ APP_NAME = "paceline"
 IMPORT_PATH = "paceline.deploy.serve_config:build"
 SCALED_ROLES = ("prefill", "decode", "draft")
 """Roles whose number of replicas changes without restarting anything."""
+POLICY = "paceline.cluster.scaling:by_load"
+_LOOK_BACK_S = 20.0
+"""Loads are averaged over this long: replicas tell Serve theirs every ten seconds."""
 _NAMESPACE, _LINK_KEY = b"paceline", b"link-secret"
 
 
@@ -35,10 +38,12 @@ def serve_config(config: ClusterConfig, *, admin: bytes = b"") -> dict[str, Any]
     tree = config.model_dump(mode="json", exclude_defaults=True)
     scaled = []
     for role in SCALED_ROLES:
-        replicas = getattr(config, role).replicas
-        if replicas > 0:  # 0 means that there is no such deployment, and stays in the tree
-            tree.get(role, {}).pop("replicas", None)
-            scaled.append({"name": role, "num_replicas": replicas})
+        engine: ScaledConfig = getattr(config, role)
+        if engine.replicas > 0:  # 0 means that there is no such deployment, and stays in the tree
+            for field in ("replicas", "max_replicas"):
+                tree.get(role, {}).pop(field, None)
+            scaled.append({"name": role, **_how_many(engine, config.scaling)})
+    tree.pop("scaling", None)
     arguments: dict[str, Any] = {"config": {name: fields for name, fields in tree.items() if fields}}
     if admin:
         arguments["admin"] = admin.hex()
@@ -53,6 +58,29 @@ def serve_config(config: ClusterConfig, *, admin: bytes = b"") -> dict[str, Any]
                 "deployments": scaled,
             }
         ],
+    }
+
+
+def _how_many(engine: ScaledConfig, scaling: ScalingConfig) -> dict[str, Any]:
+    if engine.max_replicas:
+        return {"autoscaling_config": autoscaling(engine, scaling)}
+    return {"num_replicas": engine.replicas}
+
+
+def autoscaling(engine: ScaledConfig, scaling: ScalingConfig) -> dict[str, Any]:
+    """Serve's `autoscaling_config` of a role that has `max_replicas`.
+
+    Serve counts the requests that it carries, and it carries none of ours: each replica tells it its load instead
+    (`record_autoscaling_stats`), which `paceline.cluster.scaling` turns into a number of replicas.
+    """
+    return {
+        "min_replicas": engine.replicas,
+        "max_replicas": engine.max_replicas,
+        "target_ongoing_requests": scaling.busy,
+        "upscale_delay_s": scaling.up_after_s,
+        "downscale_delay_s": scaling.down_after_s,
+        "look_back_period_s": _LOOK_BACK_S,
+        "policy": {"policy_function": POLICY},
     }
 
 

@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 
 NETWORK = "10.77.0"
+_CONTROL, _CONTROL_PATHS = Path("/tmp"), "ray_ssh_*"
+"""Where Ray's launcher keeps the sockets of its ssh connections; it leaves the folders."""
 _START = r"""
 hostname {name}
 mount --make-rprivate /
@@ -69,6 +71,7 @@ class Hosts:
         self._mark = f"pl{secrets.token_hex(2)}"
         self.address = {name: f"{NETWORK}.{10 + at}" for at, name in enumerate(names)}
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._others = set(_CONTROL.glob(_CONTROL_PATHS))
         self._launcher_home = root / "launcher"
         self._launcher_home.mkdir()
         _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(root / "key"))
@@ -84,6 +87,8 @@ class Hosts:
             process.wait()
         for name in ("hub", *self.address):
             subprocess.run(["ip", "netns", "delete", self._namespace(name)], check=False)
+        for folder in set(_CONTROL.glob(_CONTROL_PATHS)) - self._others:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def home(self, name: str) -> Path:
         return self.root / name / "home"
@@ -128,6 +133,13 @@ class Hosts:
             if line and "sshd" not in line and not line.startswith("unshare "):
                 lines.append(line)
         return lines
+
+    def remains(self, name: str) -> list[str]:
+        """What is left on a host besides its ssh server, what was installed and Ray's own folder of logs: processes,
+        listeners, shared memory."""
+        look = "ss --no-header --listening --tcp --unix --numeric | grep -v :22; find /dev/shm -mindepth 1"
+        lines = self.on(name, look).stdout.splitlines()
+        return [*self.commands(name), *(line for line in lines if line.strip())]
 
     def _namespace(self, name: str) -> str:
         return f"{self._mark}-{name}"

@@ -96,6 +96,11 @@ class Worker:
         """Streams in this worker. Called from the event loop's thread."""
         return 0
 
+    def load_share(self) -> float:
+        """How much there is to do: 1 is as much as this worker can do, more waits. From the event loop's thread."""
+        engine: EngineConfig = getattr(self.config, self.role)
+        return self.num_streams() / engine.max_streams
+
     def blocks(self) -> tuple[int, int]:
         """(used, free) KV blocks. Called from the event loop's thread."""
         return 0, 0

@@ -121,6 +121,8 @@ class PrefillWorker(Worker):
         self._links: dict[tuple[wire.Peer, str], LinkSender | FarSender] = {}
         self._sends: list[KVSend] = []
         """What leaves in this step."""
+        self._busy_s = 0.0
+        self._asked = (time.monotonic(), 0.0)
 
     # -- event loop's thread -----------------------------------------------------------------------------
 
@@ -339,6 +341,18 @@ class PrefillWorker(Worker):
         return self._engine.has_work
 
     def step(self) -> bool:
+        began = time.monotonic()
+        has_computed = self._step()
+        self._busy_s += time.monotonic() - began
+        return has_computed
+
+    def load_share(self) -> float:
+        """The share of time in which it computed since it was last asked: one prompt at a time may fill it."""
+        now, busy_s = time.monotonic(), self._busy_s
+        (then, before), self._asked = self._asked, (now, busy_s)
+        return (busy_s - before) / max(now - then, 1e-9)
+
+    def _step(self) -> bool:
         result = self._engine.step(on_layer=self._stream_layer, sends=self._plan_sends)
         for stream in result.computed:
             # Every row is copied out by now: the pool's blocks are free for the next prompt.

@@ -119,14 +119,19 @@ class ClusterStreams:
         self._quarantine = Quarantine()
         self._told: wire.Peer | None = None
         """The router that knows of all attempts."""
+        self._has_given_notice = False
         self._is_draining = False
 
     def attach(self, member: Member) -> None:
         """Use this membership; it must have been built with this object as its resident."""
         self._member = member
 
+    def give_notice(self) -> None:
+        """Not be ready any more, for whoever asks; everything is served as before."""
+        self._has_given_notice = True
+
     def drain(self) -> None:
-        """Take nothing new; what runs goes on."""
+        """Nobody comes any more, since the listener is closed; what runs goes on."""
         self._is_draining = True
         self.member.announce()
 
@@ -211,12 +216,11 @@ class ClusterStreams:
 
     @property
     def is_ready(self) -> bool:
-        return not self._is_draining and bool(ready_workers(self.member.directory.workers, "decode"))
+        is_staying = not (self._is_draining or self._has_given_notice)
+        return is_staying and bool(ready_workers(self.member.directory.workers, "decode"))
 
     async def run(self, request: Request, report: StreamReport) -> AsyncIterator[StreamEvent]:
         """See `Streams.run`."""
-        if self._is_draining:
-            raise Unavailable("this gateway is about to end")
         # Workers know streams of many gateways, whose clients may choose equal request ids, or one id twice: what is
         # still on its way for a stream must never reach another.
         self._num_runs += 1

@@ -101,6 +101,21 @@ def test_ranks_and_a_limit_per_node_do_not_go_together(role: str) -> None:
     load_config(None, [f"{role}.max_per_node=1"])
 
 
+@pytest.mark.parametrize(
+    "settings", [("decode.replicas=3", "decode.max_replicas=2"), ("draft.replicas=0", "draft.max_replicas=2")]
+)
+def test_there_are_at_most_as_many_as_at_least(settings: tuple[str, str]) -> None:
+    """And a role that scales has somebody to begin with."""
+    role = settings[0].partition(".")[0]
+
+    assert error_of(*settings).startswith(
+        f"{role}.max_replicas=2: expected 0 (there are always {role}.replicas), or"
+    )
+    assert load_config(None, [f"{role}.max_replicas=2"]).decode.peak_replicas == (
+        2 if role == "decode" else 1
+    )
+
+
 def test_every_number_has_two_ends() -> None:
     """An `int` or `float` without a range would accept what no worker can live with."""
     open_ended = [n for n, f in fields() if f.annotation in (int, float) and len(limits(f)) != 2]

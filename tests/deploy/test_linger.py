@@ -54,3 +54,11 @@ def test_a_port_that_nobody_uses_keeps_nobody(listener: socket.socket) -> None:
 
     assert linger(listener.getsockname()[1], 10.0) == 0
     assert time.monotonic() - began < 1.0
+
+
+def test_those_who_do_not_know_yet_find_it(listener: socket.socket) -> None:
+    """Nobody is connected, and somebody may be sent here until all have heard."""
+    began = time.monotonic()
+
+    assert linger(listener.getsockname()[1], 10.0, notice_s=0.6) == 0
+    assert 0.6 <= time.monotonic() - began < 5.0

@@ -25,6 +25,7 @@ def values(*changes: str) -> dict[str, tuple[str, str]]:
     [
         ((), "streams at once", "128", "64 running + 64 waiting"),
         (("decode.replicas=2", "decode.max_queue=8"), "streams at once", "144", "2 decode x"),
+        (("decode.max_replicas=3",), "streams at most", "384", "decode.max_replicas=3"),
         ((), "API keys", "off", "127.0.0.1"),
         (("gateway.auth=keys",), "API keys", "needed", "gateway.auth=keys"),
         (("limits.max_context=512",), "context", "512 tokens", "limits.max_context=512"),
@@ -100,11 +101,11 @@ def test_placement_options_are_those_of_the_configuration() -> None:
         None,
         ["decode.replicas=3", "decode.num_gpus=1", "decode.resources={big: 0.5}", "decode.max_per_node=1"],
     )
-    options = engine_placement(config.decode)
+    options = engine_placement(config.decode, config.scaling)
 
     assert options["num_replicas"] == 3 and options["max_replicas_per_node"] == 1
     assert options["ray_actor_options"] == {"num_cpus": 0.25, "num_gpus": 1.0, "resources": {"big": 0.5}}
-    assert "max_replicas_per_node" not in engine_placement(config.prefill)
+    assert "max_replicas_per_node" not in engine_placement(config.prefill, config.scaling)
     assert local.needed_resources(config) == {"big": 2.0}
 
 
@@ -133,14 +134,26 @@ def test_ranks_that_cannot_share_the_target_are_refused_before_anything_starts(r
     check_ranks(load_config(None, ["prefill.tp=3", "prefill.replicas=0"]))
 
 
+def test_a_role_that_scales_has_bounds_instead_of_a_number() -> None:
+    config = load_config(None, ["decode.max_replicas=3", "decode.resources={big: 1}"])
+    options = engine_placement(config.decode, config.scaling)
+
+    assert "num_replicas" not in options
+    assert (options["autoscaling_config"]["min_replicas"], options["autoscaling_config"]["max_replicas"]) == (
+        1,
+        3,
+    )
+    assert local.needed_resources(config) == {"big": 3.0}  # one machine has room for all that may come
+
+
 def test_ranks_of_a_worker_are_packed_on_one_node_and_counted() -> None:
     """A bundle for each; what a section asks for is for each rank."""
     settings = ("decode.tp=2", "decode.num_cpus=0.5", "decode.resources={blue: 2}", "decode.replicas=3")
     one, two = load_config(None, ["decode.num_cpus=0.5", "decode.replicas=3"]), load_config(None, settings)
-    placed = engine_placement(two.decode)
+    placed = engine_placement(two.decode, two.scaling)
 
     assert placed["placement_group_bundles"] == [{"CPU": 0.5, "blue": 2.0}] * 2
     assert placed["placement_group_strategy"] == "STRICT_PACK"
-    assert "placement_group_bundles" not in engine_placement(one.decode)
+    assert "placement_group_bundles" not in engine_placement(one.decode, one.scaling)
     assert local.needed_cpus(two) == local.needed_cpus(one) + 1.5
     assert local.needed_resources(two)["blue"] == 12.0

@@ -38,6 +38,22 @@ def test_how_many_there_are_is_said_apart() -> None:
     assert app(*CHANGES)["args"]["config"]["prefill"]["replicas"] == 0
 
 
+def test_between_how_many_is_said_apart_as_well() -> None:
+    """Neither bounds nor how the load is followed restart anybody; without `max_replicas` all is as it was."""
+    before, after = app(), app("decode.max_replicas=3", "scaling.busy=0.5")
+    (decode,) = [d for d in after["deployments"] if d["name"] == "decode"]
+
+    assert before["args"] == after["args"]
+    assert "num_replicas" not in decode
+    assert (decode["autoscaling_config"]["min_replicas"], decode["autoscaling_config"]["max_replicas"]) == (
+        1,
+        3,
+    )
+    assert [d for d in after["deployments"] if d["name"] != "decode"] == [
+        d for d in before["deployments"] if d["name"] != "decode"
+    ]
+
+
 def test_every_name_in_it_is_one_of_ours() -> None:
     """The import path is a function, the deployments are those that `build_app` makes."""
     import importlib

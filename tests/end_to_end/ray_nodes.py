@@ -1,6 +1,6 @@
-"""A port -> an empty Ray cluster of a head and a worker node on this machine, until SIGTERM: what `ray up` or KubeRay leave.
+"""A port -> an empty Ray cluster of a head and other nodes on this machine, until SIGTERM: what `ray up` or KubeRay leave.
 
-The head has room for the router, Control and the gateway, the other node for the workers. Ray's token is on, its
+The head has room for the router, Control and the gateway, the others for the workers: each for all that there are. Ray's token is on, its
 dashboard is on the port.
 """
 
@@ -16,8 +16,8 @@ from pathlib import Path
 from paceline.deploy import local
 
 
-def main(port: int, ready: Path) -> None:
-    """Writes Ray's token into the file `ready` when both nodes are up."""
+def main(port: int, ready: Path, num_workers: int) -> None:
+    """Writes Ray's token into the file `ready` when the head and `num_workers` nodes are up."""
     ended = threading.Event()
     folder = Path(tempfile.mkdtemp(prefix="paceline-", dir="/tmp"))
     local.ray_environment(folder)
@@ -30,8 +30,9 @@ def main(port: int, ready: Path) -> None:
         head = {"paceline_control": 1, "paceline_gateway": 1}
         dashboard = {"dashboard_host": "127.0.0.1", "dashboard_port": port, "include_dashboard": True}
         cluster.add_node(num_cpus=4, resources=head, temp_dir=str(folder), **dashboard, **common)
-        workers = {f"paceline_{role}": 2 for role in ("prefill", "decode", "draft")}
-        cluster.add_node(num_cpus=4, resources=workers, include_dashboard=False, **common)
+        workers = {f"paceline_{role}": 3 for role in ("prefill", "decode", "draft")}
+        for _ in range(num_workers):
+            cluster.add_node(num_cpus=4, resources=workers, include_dashboard=False, **common)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: ended.set())
         ready.write_text(Path(os.environ["RAY_AUTH_TOKEN_PATH"]).read_text())
@@ -42,4 +43,4 @@ def main(port: int, ready: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

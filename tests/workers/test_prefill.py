@@ -190,3 +190,20 @@ async def test_each_connection_has_a_key_of_its_own(models: Path) -> None:
 
         assert len({*keys, cluster.secrets.link}) == 4
         assert {len(key) for key in keys} == {32}
+
+
+async def test_load_is_time_for_prefill_and_streams_for_decode(models: Path) -> None:
+    """What Ray Serve is told where there may be more workers: a prompt at a time fills a prefill worker."""
+    async with h.cluster(models, "speculation.enabled=false", "decode.max_streams=4") as cluster:
+        prefill, decode = await pair(cluster)
+        prefill.load_share()
+        await asyncio.sleep(0.2)
+        idle = prefill.load_share()
+        report, stream = h.StreamReport(), h.request("r", PROMPT, 64)
+        shares: list[float] = []
+        async for _ in cluster.streams.run(stream, report):
+            shares.append(decode.load_share())
+        busy = prefill.load_share()
+
+    assert idle == 0.0 and 0.0 < busy <= 1.0
+    assert shares[0] == 0.25  # one stream of four

@@ -75,14 +75,29 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- /* How many there are is said where Serve changes it without a restart. */ -}}
 {{- $scaled := list -}}
 {{- range $role := list "prefill" "decode" "draft" -}}
-{{- $replicas := int (index $.Values $role).replicas -}}
-{{- if gt $replicas 0 -}}
-{{- $scaled = append $scaled (dict "name" $role "num_replicas" $replicas) -}}
-{{- $_ := set $tree $role (omit (index $tree $role) "replicas") -}}
+{{- $values := index $.Values $role -}}
+{{- if gt (int $values.replicas) 0 -}}
+{{- $howMany := dict "num_replicas" (int $values.replicas) -}}
+{{- if gt (int $values.max_replicas) 0 -}}
+{{- $howMany = dict "autoscaling_config" (include "paceline.autoscaling" (dict "values" $values "scaling" $.Values.scaling) | fromYaml) -}}
+{{- end -}}
+{{- $scaled = append $scaled (merge (dict "name" $role) $howMany) -}}
+{{- $_ := set $tree $role (omit (index $tree $role) "replicas" "max_replicas") -}}
 {{- end -}}
 {{- end -}}
 {{- $app := dict "name" "paceline" "import_path" "paceline.deploy.serve_config:build" "route_prefix" nil "args" (dict "config" $tree) "deployments" $scaled -}}
 {{- toYaml (dict "proxy_location" "Disabled" "applications" (list $app)) -}}
+{{- end -}}
+
+{{/* (values of a role, scaling) -> how Serve follows its load: deploy/serve_config.py writes the same. */}}
+{{- define "paceline.autoscaling" -}}
+min_replicas: {{ int .values.replicas }}
+max_replicas: {{ int .values.max_replicas }}
+target_ongoing_requests: {{ dig "busy" 0.7 .scaling }}
+upscale_delay_s: {{ dig "up_after_s" 10.0 .scaling }}
+downscale_delay_s: {{ dig "down_after_s" 300.0 .scaling }}
+look_back_period_s: 20.0
+policy: {policy_function: "paceline.cluster.scaling:by_load"}
 {{- end -}}
 
 {{/* What the schema cannot see, because it is about several values. Each message names them. */}}
@@ -92,9 +107,14 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if gt (int $values.pod.min) (int $values.pod.max) -}}
 {{- fail (printf "%s.pod.min=%d: expected at most %s.pod.max=%d" $role (int $values.pod.min) $role (int $values.pod.max)) -}}
 {{- end -}}
-{{- $pods := include "paceline.pods" (dict "values" $values) | int -}}
+{{- $most := max (int $values.replicas) (int $values.max_replicas) -}}
+{{- $field := ternary "max_replicas" "replicas" (gt (int $values.max_replicas) 0) -}}
+{{- $pods := include "paceline.pods" (dict "values" $values "replicas" $most) | int -}}
 {{- if and $.Values.autoscaler.enabled (gt $pods (int $values.pod.max)) -}}
-{{- fail (printf "%s.replicas=%d: needs %d pods, expected at most %s.pod.max=%d" $role (int $values.replicas) $pods $role (int $values.pod.max)) -}}
+{{- fail (printf "%s.%s=%d: needs %d pods, expected at most %s.pod.max=%d" $role $field $most $pods $role (int $values.pod.max)) -}}
+{{- end -}}
+{{- if and (gt (int $values.max_replicas) 0) (or (lt (int $values.replicas) 1) (lt (int $values.max_replicas) (int $values.replicas))) -}}
+{{- fail (printf "%s.max_replicas=%d: expected 0, or at least %s.replicas=%d, which is then 1 or more" $role (int $values.max_replicas) $role (int $values.replicas)) -}}
 {{- end -}}
 {{- end -}}
 {{- $interface := default "node" .Values.link.interface -}}
@@ -135,10 +155,10 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end -}}
 {{- end -}}
 
-{{/* (values of a role) -> pods that its replicas need. */}}
+{{/* (values of a role, replicas) -> pods that so many need. */}}
 {{- define "paceline.pods" -}}
 {{- $each := int (default 1 .values.pod.replicas) -}}
-{{- div (add (int .values.replicas) (sub $each 1)) $each -}}
+{{- div (add (int .replicas) (sub $each 1)) $each -}}
 {{- end -}}
 
 {{- define "paceline.weightsClaim" -}}

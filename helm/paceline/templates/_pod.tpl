@@ -2,6 +2,8 @@
 {{- define "paceline.podTemplate" -}}
 {{- $root := .root -}}{{- $role := .role -}}{{- $values := .values -}}{{- $pod := $values.pod -}}
 {{- $drain := include "paceline.drain" $root | int -}}
+{{- /* Serve ends a replica that cannot be replaced this long before the time is up: drain_s and 8. The rest is for a new one. */ -}}
+{{- $leave := add $drain 60 -}}
 {{- $isEngine := not (has $role (list "head" "gateway")) -}}
 {{- $weightsClaim := include "paceline.weightsClaim" $root -}}
 {{- $stateClaim := include "paceline.stateClaim" $root -}}
@@ -17,7 +19,7 @@ spec:
   serviceAccountName: {{ include "paceline.serviceAccount" $root }}
   automountServiceAccountToken: {{ and (eq $role "head") $root.Values.autoscaler.enabled }}
   enableServiceLinks: false
-  terminationGracePeriodSeconds: {{ add $drain 30 }}
+  terminationGracePeriodSeconds: {{ add (ternary $leave $drain $isEngine) 30 }}
   securityContext:
     runAsNonRoot: true
     runAsUser: {{ int $root.Values.user }}
@@ -86,9 +88,11 @@ spec:
       {{- end }}
       lifecycle:
         preStop:
-          exec: # streams that are open go on until they end: here in gateways, in the others for as long as gateways wait
-            {{- if eq $role "gateway" }}
-            command: [python, -m, paceline.deploy.linger, "{{ dig "port" 8000 $values | int }}", "{{ $drain }}"]
+          exec:
+            {{- if eq $role "gateway" }} # the Service must stop sending, and streams that are open end
+            command: [python, -m, paceline.deploy.linger, "{{ dig "port" 8000 $values | int }}", "{{ $drain }}", "{{ dig "notice_s" 6 $values }}"]
+            {{- else if $isEngine }} # replicas are replaced elsewhere if there is room, then hand their streams over
+            command: [paceline, drain, --limit-s, "{{ $leave }}"]
             {{- else }}
             command: [sleep, "{{ $drain }}"]
             {{- end }}

@@ -285,3 +285,16 @@ async def test_a_worker_that_cannot_be_reached_is_not_remembered() -> None:
         peer.close()
 
         await until(lambda: not cluster.member._dials)
+
+
+async def test_a_gateway_that_gives_notice_is_not_ready_and_serves() -> None:
+    """Whoever balances between gateways must hear of it first, and may still send somebody meanwhile."""
+    async with running() as cluster:
+        cluster.router.act = assigns(cluster.info)
+        cluster.decode.act = says(7)
+        assert cluster.streams.is_ready
+
+        cluster.streams.give_notice()
+
+        assert not cluster.streams.is_ready
+        assert await cluster.run() == [7]

@@ -16,9 +16,9 @@ import yaml
 
 from charts import CHART, ROOT, Helm, Release, complaints, nested
 from paceline.cluster.admin.key import VARIABLE, read_admin_key
-from paceline.cluster.config import ClusterConfig, check_config
+from paceline.cluster.config import ClusterConfig, ScalingConfig, check_config
 from paceline.cluster.keys import KeyFile
-from paceline.deploy.serve_config import read_args
+from paceline.deploy.serve_config import read_args, serve_config
 
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
 Render = Callable[..., Release]
@@ -29,10 +29,14 @@ def config_of(release: Release) -> ClusterConfig:
     app = release.serve_config["applications"][0]
     config, admin = read_args(app["args"])
     assert admin == b""
-    changed = {
-        item["name"]: getattr(config, item["name"]).model_copy(update={"replicas": item["num_replicas"]})
-        for item in app["deployments"]
-    }
+    changed = {}
+    for item in app["deployments"]:
+        bounds = item.get("autoscaling_config") or {
+            "min_replicas": item.get("num_replicas"),
+            "max_replicas": 0,
+        }
+        update = {"replicas": bounds["min_replicas"], "max_replicas": bounds["max_replicas"]}
+        changed[item["name"]] = getattr(config, item["name"]).model_copy(update=update)
     return config.model_copy(update=changed)
 
 
@@ -135,7 +139,11 @@ def test_the_values_are_paceline_s_configuration(which: str, request: pytest.Fix
         tree[section] = {field: value for field, value in tree[section].items() if field != "pod"}
     tree["gateway"]["keys_file"] = "/etc/paceline/keys/keys.json"
 
-    assert config_of(release) == check_config(tree)
+    wanted = check_config(tree)
+    assert config_of(release) == wanted.model_copy(update={"scaling": ScalingConfig()})
+    # How many there are, or between how many, is what `paceline deploy` would say, `scaling` included.
+    (ours,) = serve_config(wanted)["applications"]
+    assert release.serve_config["applications"][0]["deployments"] == ours["deployments"]
 
 
 def test_serve_takes_the_file(default: Release) -> None:
@@ -201,6 +209,17 @@ def test_pods_follow_from_replicas(everything: Release, default: Release) -> Non
     assert default.service["spec"]["rayClusterConfig"]["enableInTreeAutoscaling"] is False
 
 
+def test_without_autoscaler_there_is_room_for_all_that_may_come(rendered: Render) -> None:
+    """Serve's own scaling needs pods to scale into."""
+    release = rendered({"decode": {"max_replicas": 3}, "draft": {"max_replicas": 4, "pod": {"replicas": 2}}})
+
+    assert {role: release.groups[role]["replicas"] for role in ("prefill", "decode", "draft")} == {
+        "prefill": 1,
+        "decode": 3,
+        "draft": 2,
+    }
+
+
 # --- pods -----------------------------------------------------------------------------------------------------
 
 
@@ -248,8 +267,13 @@ def test_a_pod_that_ends_lets_its_streams_end(everything: Release) -> None:
     """The grace covers the drain, the drain is the configuration's, and the old cluster is kept for as long."""
     for role, pod in everything.pods.items():
         command = pod["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
-        assert command[-1] == "90" and pod["spec"]["terminationGracePeriodSeconds"] >= 90 + 8
-        assert ("paceline.deploy.linger" in command) == (role == "gateway")
+        grace_s = pod["spec"]["terminationGracePeriodSeconds"]
+        if role == "gateway":
+            assert command[2:] == ["paceline.deploy.linger", "8000", "90", "6"] and grace_s >= 90 + 8
+        elif role == "head":
+            assert command == ["sleep", "90"] and grace_s >= 90 + 8
+        else:  # a replacement may take a minute to come, and only then is the worker told to end
+            assert command == ["paceline", "drain", "--limit-s", "150"] and grace_s >= 150 + 8
     assert everything.service["spec"]["rayClusterDeletionDelaySeconds"] == 90
 
 
@@ -259,6 +283,10 @@ def test_what_templates_repeat_is_the_preset_s(default: Release) -> None:
     head, listener = (default.pods[role]["spec"] for role in ("head", "gateway"))
 
     assert listener["terminationGracePeriodSeconds"] == gateway.drain_s + 30
+    assert listener["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-2:] == [
+        f"{gateway.drain_s:g}",
+        f"{gateway.notice_s:g}",
+    ]
     assert {p["name"]: p["containerPort"] for p in listener["containers"][0]["ports"]} == {
         "http": gateway.port
     }
@@ -510,6 +538,14 @@ def test_the_schema_refuses_a_wrong_value(rendered: Render, path: str, value: An
         (
             {"autoscaler": {"enabled": True}, "decode": {"replicas": 9}},
             "decode.replicas=9: needs 9 pods, expected at most decode.pod.max=4",
+        ),
+        (
+            {"autoscaler": {"enabled": True}, "decode": {"max_replicas": 9}},
+            "decode.max_replicas=9: needs 9 pods, expected at most decode.pod.max=4",
+        ),
+        (
+            {"draft": {"replicas": 3, "max_replicas": 2}},
+            "draft.max_replicas=2: expected 0, or at least draft.re",
         ),
         ({"link": {"interface": "127.0.0.1"}}, "link.interface=127.0.0.1: expected node"),
         ({"link": {"interface": "0.0.0.0"}}, "link.interface=0.0.0.0"),

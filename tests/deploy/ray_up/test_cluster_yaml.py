@@ -98,6 +98,16 @@ def test_each_role_has_a_group_that_its_workers_fit() -> None:
         assert section.resources.keys() <= types["head"]["resources"].keys()
 
 
+def test_there_is_room_for_as_many_as_there_may_be() -> None:
+    types = made("aws", "decode.max_replicas=7", "draft.max_replicas=3", "draft.max_per_node=2")[
+        "available_node_types"
+    ]
+    cluster = made("onprem", "decode.max_replicas=3")
+
+    assert (types["decode"]["max_workers"], types["draft"]["max_workers"]) == (7, 2)
+    assert offers(cluster)["10.0.0.12"]["paceline_decode"] == 3
+
+
 def test_ranks_of_a_worker_find_room_together() -> None:
     types = made("aws", "decode.tp=2")["available_node_types"]
 

@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = """
 preset: cluster
+gateway: {drain_s: 5}
 prefill: {threads: 1}
 decode: {threads: 1}
 draft: {threads: 1}
@@ -110,7 +111,7 @@ def cluster(hosts: Hosts, wheel: Path) -> Iterator[str]:
     while time.monotonic() < end and any(hosts.commands(name) for name in hosts.address):
         time.sleep(0.5)
     print(f"nothing is left {time.monotonic() - began:.1f} s after `ray down` began")
-    assert {name: hosts.commands(name) for name in hosts.address} == {"head": [], "one": [], "two": []}
+    assert {name: hosts.remains(name) for name in hosts.address} == {"head": [], "one": [], "two": []}
 
 
 def serve_logs(hosts: Hosts) -> str:
@@ -218,3 +219,13 @@ def test_another_configuration_is_two_commands(hosts: Hosts, cluster: str) -> No
     assert copied.returncode == 0, copied.stderr
     after = workers(hosts)
     assert after["decode"]["pid"] != before["decode"]
+
+
+def test_a_host_is_emptied_before_it_is_serviced(hosts: Hosts, cluster: str) -> None:
+    """`paceline drain` on it, by its own Ray token: its prefill worker ends in time, and prompts are computed elsewhere."""
+    assert "prefill" in workers(hosts)
+
+    done = hosts.on("one", "paceline drain --limit-s 25", limit_s=90.0)
+
+    assert done.returncode == 0 and "drained" in done.stdout, done.stdout + done.stderr
+    assert "prefill" not in workers(hosts)
