@@ -241,6 +241,7 @@ def step(
         most = max(most, num_leading[row] + own_start[row + 1] - own_start[row])
     most = (most + 15) // 16 * 16
     key_slots = np.empty(most, np.int64)
+    seen_row, seen_window, num_keys = -1, -1, 0
     scores = np.empty((num_heads // num_kv, most), np.float32)
     sums = np.empty(num_heads // num_kv, np.float32)
     turned = np.empty(dim + dim // 2, np.float32)
@@ -295,10 +296,12 @@ def step(
         chunk = _next(tickets, phase)
         while chunk < num * num_kv:
             row, g = chunk // num_kv, chunk % num_kv
-            num_keys = _slots_of(
-                row, row_segment, positions, num_leading, own_start, own, tables, block_size, windows[layer],
-                key_slots,
-            )  # fmt: skip
+            if row != seen_row or windows[layer] != seen_window:  # all heads of a row see the same keys
+                seen_row, seen_window = row, windows[layer]
+                num_keys = _slots_of(
+                    row, row_segment, positions, num_leading, own_start, own, tables, block_size, seen_window,
+                    key_slots,
+                )  # fmt: skip
             _attend(
                 projected, row, g, layer, num_keys, key_slots, pool, scaling, scores, sums, attended_rows,
                 row // block * space + row % block,
@@ -459,10 +462,15 @@ def _slots_of(
     """Pool slots of the keys that a row sees, in order of position, the last one repeated up to a multiple of 16; how many."""
     segment, leading = row_segment[row], num_leading[row]
     low = max(0, positions[row] - window + 1) if window > 0 else 0
-    num = 0
-    for i in range(min(low, leading), leading):
-        slots[num] = np.int64(tables[segment, i // block_size]) * block_size + i % block_size
-        num += 1
+    num, i = 0, min(low, leading)
+    while i < leading:  # block by block: a division for each key would take longer than its product
+        block = i // block_size
+        first = (np.int64(tables[segment, block]) - block) * block_size
+        stop = min(leading, (block + 1) * block_size)
+        for at in range(i, stop):
+            slots[num] = first + at
+            num += 1
+        i = stop
     for at in range(own_start[row] + max(0, low - leading), own_start[row + 1]):
         i = own[at]
         slots[num] = np.int64(tables[segment, i // block_size]) * block_size + i % block_size

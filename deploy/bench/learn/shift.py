@@ -27,9 +27,11 @@ LEARNING = (
     "learning.capture.holdout=0.2",
     "learning.capture.flush_s=2",
     "learning.train.min_requests=100",
-    "learning.train.batch_tokens=2048",
-    "learning.train.max_steps=25",
+    "learning.train.batch_tokens=1024",
+    "learning.train.max_steps=30",
+    "learning.train.learning_rate=0.0006",
     "learning.gate.min_requests=20",
+    "learning.gate.max_requests=40",
     "learning.rollout.canary_share=0.3",
     "learning.rollout.canary_min_requests=30",
     "learning.rollout.canary_max_s=60",
@@ -48,7 +50,7 @@ class Size:
     """Requests of what the draft knows, before the traffic moves."""
     num_shifted: int = 2000
     window: int = 100
-    streams: int = 2
+    streams: int = 1
     max_tokens: int = 128
     pairs: int = 30
     """Of windows, alternated, when traffic stays."""
