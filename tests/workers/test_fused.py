@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.cluster.controller import Controller, StepCost
 from paceline.cluster.metrics import Metrics
-from paceline.cluster.referee import Referee
+from paceline.cluster.referee import Asked, Referee
 from paceline.cluster.scheduler import Stream
 from paceline.cluster.speculation import Tree
 from paceline.cluster.types import Request, Sampling
@@ -260,6 +260,40 @@ def test_a_canary_has_the_clock_look_again(
         engine.step()
 
     assert looks == ["again", "anew", "again"]
+
+
+class Never(Referee):
+    """Says no to everything, and keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens: list[int] = []
+
+    def may_ask(self, num_streams: int) -> Asked:
+        return Asked.NOBODY
+
+    def stepped(self, num_streams: int, num_tokens: int, seconds: float, asked: Asked) -> None:
+        self.tokens.append(num_tokens)
+
+
+@pytest.mark.parametrize(("drafts_with", "is_asked"), [("v2", True), ("v1", False)])
+def test_a_canary_is_heard_where_the_live_draft_is_not(
+    long_run: Callable[..., tuple[Engine, Chain, Watched, Request]], drafts_with: str, is_asked: bool
+) -> None:
+    """What the clock said of one version holds for its streams; whose a stream is, is found out by asking once."""
+    engine, chain, controller, request = long_run(StepCost([1, 64], [1.0, 1.5]))
+    controller.referee = never = Never()
+    chain.version = lambda stream: drafts_with if chain.num_asked else ""  # type: ignore[method-assign]
+    engine.add(request)
+    for _ in range(10):
+        engine.step()
+    assert chain.num_asked == 0
+    chain.named_beside = "v2"
+    accepted = [len(engine.step().emissions[0].tokens) - 1 for _ in range(20)]
+
+    assert (chain.num_asked >= 15) if is_asked else (chain.num_asked == 1)
+    assert sum(accepted) >= 40 if is_asked else sum(accepted) <= 4
+    assert set(never.tokens) <= {1}  # its plain times are those of plain steps
 
 
 class Bill(Controller):

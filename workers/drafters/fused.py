@@ -65,6 +65,8 @@ class FusedDrafter(Drafter):
         """Streams of the last step that wanted no drafts; the next will have about as many."""
         self._may_ask = Asked.EVERYBODY
         """What the controller's referee said of the next step."""
+        self._is_overruled = False
+        """Somebody is asked in the next step of whom the referee said no: it says nothing of what the referee compares."""
         self._began = 0.0
         """When this step's drafts were asked for ..."""
         self._before_s = 0.0
@@ -107,27 +109,41 @@ class FusedDrafter(Drafter):
         referee = self._controller.referee
         if referee is not None:
             self._may_ask = referee.may_ask(len(streams) + self._num_others)
-        if self._may_ask:
-            self._ask_early(self._controller, streams)
+        self._ask_early(self._controller, streams)
         self._before_s = self._clock() - began
 
     def _ask_early(self, controller: Controller, streams: Sequence[Stream]) -> None:
         """Decide for which streams each drafter is asked; free ones answer at once."""
-        found = [0.0] * len(streams)
+        self._is_overruled = False
         for drafter in sorted(self._drafters, key=lambda drafter: not drafter.is_free):
-            if self._may_ask == Asked.FREE and not drafter.is_free:
+            may_be_asked = self._may_ask >= (Asked.FREE if drafter.is_free else Asked.EVERYBODY)
+            candidates = streams if may_be_asked else self._on_trial(drafter, streams)
+            if not candidates:
                 continue
-            keys = [stream.key for stream in streams]
-            asked = controller.ask_for(drafter.name, keys, found, self._num_others, is_free=drafter.is_free)
-            wanted = [streams[index] for index in asked]
+            keys = [stream.key for stream in candidates]
+            found = [self._expected(stream) for stream in candidates]
+            num_others = self._num_others + len(streams) - len(candidates)
+            asked = controller.ask_for(drafter.name, keys, found, num_others, is_free=drafter.is_free)
+            wanted = [candidates[index] for index in asked]
             if not wanted:
                 continue
+            self._is_overruled |= not may_be_asked
             self._asked[drafter.name] = {stream.key for stream in wanted}
             if drafter.is_free:
                 self._ask(drafter, wanted)
-                found = [self._expected(stream) for stream in streams]
             else:
                 drafter.observe(wanted)
+
+    def _on_trial(self, drafter: Drafter, streams: Sequence[Stream]) -> Sequence[Stream]:
+        """Streams that a version beside the live one drafts for, or may: nobody has been told whose they are.
+
+        What the clock says of drafting it says of the live version. A canary that nobody asks would never show that it
+        is better, so its streams are judged by what they bring themselves.
+        """
+        if not drafter.beside:
+            return ()
+        beside = drafter.beside.split(",")
+        return [s for s in streams if (version := drafter.version(s)) in beside or not version]
 
     def _notice(self, controller: Controller) -> None:
         """Drafters whose weights changed begin anew: a better draft is not kept waiting for the old one's sake."""
@@ -155,7 +171,7 @@ class FusedDrafter(Drafter):
     def propose(self, streams: Sequence[Stream]) -> list[Tree | None]:
         self._num_drafting = len(streams)
         self._began = self._clock()
-        if not self._may_ask:
+        if not self._asked:
             return [None] * len(streams)
         for drafter in self._drafters:
             if drafter.name not in self._asked:
@@ -224,7 +240,7 @@ class FusedDrafter(Drafter):
         self._num_others = len(outcomes) - num_drafting
         if self._spent:
             self._settle(controller, outcomes)
-        if num_drafting and is_plain and controller.referee is not None:
+        if num_drafting and is_plain and controller.referee is not None and not self._is_overruled:
             whole_s = self._before_s + self._clock() - self._began
             num_tokens = sum(1 + len(outcome.path) for outcome in outcomes)
             controller.referee.stepped(len(outcomes), num_tokens, whole_s, self._may_ask)
@@ -232,7 +248,7 @@ class FusedDrafter(Drafter):
 
     def _tells_cost(self) -> bool:
         """Where drafting is off steps are all alike, and short: what is learnt of each must not cost a part of it."""
-        self._num_plain = 0 if self._may_ask else self._num_plain + 1
+        self._num_plain = 0 if self._may_ask or self._asked else self._num_plain + 1
         return self._num_plain % _PLAIN_STEPS == 0
 
     def _settle(self, controller: Controller, outcomes: Sequence[Outcome]) -> None:
