@@ -98,6 +98,8 @@ class _Stream:
     """Step in which its last trial began."""
     is_worth: bool = False
     """It was asked for because that was expected to pay."""
+    is_gift: bool = False
+    """It is tried at nobody's cost: whoever wants to know pays."""
     asked_at: int = -1
     """Step in which it was last asked for."""
     had_caught_up: bool = False
@@ -132,13 +134,16 @@ class Worth:
 
     # -- before a step -----------------------------------------------------------------------------------
 
-    def ask_for(self, streams: Sequence[str], found: Sequence[float], num_others: int = 0) -> list[int]:
+    def ask_for(
+        self, streams: Sequence[str], found: Sequence[float], num_others: int = 0, *, is_gift: bool = False
+    ) -> list[int]:
         """Indices of the streams to ask for in the next step.
 
         Args:
             streams: keys of those that may be asked for.
             found: tokens that each one's step will accept as it is, by what free sources proposed.
             num_others: streams of the same step that want no drafts; they wait for them all the same.
+            is_gift: somebody wants to know what these streams' drafts are worth; their trials need no budget.
         """
         known = [self._streams.setdefault(key, _Stream()) for key in streams]
         self._step += 1
@@ -154,7 +159,7 @@ class Worth:
             stream.next_pause, stream.pause = _FIRST_PAUSE, 0
         asked, waiting = set(worth), []
         for index, stream in enumerate(known):
-            stream.is_worth = index in asked
+            stream.is_worth, stream.is_gift = index in asked, is_gift
             stream.trial = max(0, stream.trial - 1)
             if stream.is_worth or found[index] >= 1 + stream.gain and stream.trial == 0:
                 continue  # nothing to find out, or no time to: enough is there without it
@@ -168,7 +173,7 @@ class Worth:
         waiting.sort(key=lambda index: known[index].tried_at)
         for index in waiting:
             price_s = _TRIAL * self._added_s(len(asked) + 1)
-            if price_s > left_s and self._wait_s.is_known:
+            if price_s > left_s and self._wait_s.is_known and not is_gift:
                 break
             left_s -= price_s
             self._begin_trial(known[index])
@@ -229,11 +234,12 @@ class Worth:
             return
         # Trials are charged their share at once; where asking should pay, single steps say little.
         token_s = float(self._cost(self._num_plain)) / self._num_plain
-        tried = [tokens for key, tokens in gained.items() if not streams[key].is_worth]
-        spent_s = wait_s * len(tried) / len(gained)
-        self._budget_s += min(0.0, token_s * sum(tried) - spent_s)
-        if len(tried) < len(gained):
-            net_s = token_s * (sum(gained.values()) - sum(tried)) - (wait_s - spent_s)
+        share_s = wait_s / len(gained)
+        tried = [n for key, n in gained.items() if not streams[key].is_worth and not streams[key].is_gift]
+        self._budget_s += min(0.0, token_s * sum(tried) - share_s * len(tried))
+        paying = [n for key, n in gained.items() if streams[key].is_worth]
+        if paying:
+            net_s = token_s * sum(paying) - share_s * len(paying)
             self._net_s += _NET_SHARE * (net_s - self._net_s)
             self._budget_s += _SHARE_OF_SAVINGS * self._net_s if self._net_s > 0 else self._net_s
         if not self._wait_s.is_known or all(stream.had_caught_up for stream in streams.values()):

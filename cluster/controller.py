@@ -133,10 +133,11 @@ class Controller:
         num_others: int = 0,
         *,
         is_free: bool = False,
+        is_gift: bool = False,
     ) -> list[int]:
         """Indices of the streams for which drafter `name` is worth asking next; see `Worth`."""
         worth = self._worth(name, is_free)
-        return worth.ask_for(streams, found or [0.0] * len(streams), num_others)
+        return worth.ask_for(streams, found or [0.0] * len(streams), num_others, is_gift=is_gift)
 
     def asked(self, name: str, wait_s: float, gained: Mapping[str, float]) -> None:
         """What asking `name` in a step cost, and what each stream had of it; see `Worth.asked`."""

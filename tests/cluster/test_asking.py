@@ -201,3 +201,24 @@ def test_a_source_that_pays_on_average_leaves_enough_for_the_trials_of_others() 
 
     new = [f"new {i}" for i in range(4)]
     assert set(worth.ask_for(["long", *new], [0.0] * 5)) >= {1, 2, 3, 4}
+
+
+def test_trials_that_somebody_else_pays_for_need_no_budget_and_take_none() -> None:
+    """Streams that only have to be heard: each is tried at once, whatever was lost on others before, and costs nobody."""
+    worth = Worth(FLAT)
+    assert worth.ask_for(["first"], [0.0]) == [0]
+    worth.asked(5.0, {"first": 0.0})
+    worth._budget_s = 0.0
+    assert worth.ask_for(["new"], [0.0]) == []
+    for step in range(20):
+        assert worth.ask_for([f"heard{step}"], [0.0], is_gift=True) == [0]
+        worth.asked(5.0, {f"heard{step}": 0.0})
+
+    assert worth._budget_s > 0
+
+
+def test_a_stream_that_was_heard_goes_on_if_it_pays() -> None:
+    worth = Worth(FLAT)
+    for _ in range(20):
+        assert worth.ask_for(["good"], [0.0], is_gift=True) == [0]
+        worth.asked(0.1, {"good": 3.0})

@@ -123,7 +123,9 @@ class FusedDrafter(Drafter):
             keys = [stream.key for stream in candidates]
             found = [self._expected(stream) for stream in candidates]
             num_others = self._num_others + len(streams) - len(candidates)
-            asked = controller.ask_for(drafter.name, keys, found, num_others, is_free=drafter.is_free)
+            asked = controller.ask_for(
+                drafter.name, keys, found, num_others, is_free=drafter.is_free, is_gift=not may_be_asked
+            )
             wanted = [candidates[index] for index in asked]
             if not wanted:
                 continue
