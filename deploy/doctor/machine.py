@@ -135,7 +135,9 @@ class Machine:
         try:
             needed = self._needed_bytes()
         except PacelineError:
-            return skip("memory", f"{free / _GB:.1f} GB free; how much is needed cannot be said without the models")
+            return skip(
+                "memory", f"{free / _GB:.1f} GB free; how much is needed cannot be said without the models"
+            )
         found = f"{free / _GB:.1f} GB free, about {needed / _GB:.1f} needed for all roles on one machine"
         if needed > free:
             return fail("memory", found, "fewer replicas, smaller kv_memory_mb, or model.int8_weights on CPU")

@@ -209,7 +209,9 @@ def test_every_section_says_what_it_is() -> None:
         assert info.annotation is not None and info.annotation.__doc__, section
 
 
-@pytest.mark.parametrize("value", ["collector:4318", "ftp://collector", "http://user:secret@collector", "http://"])
+@pytest.mark.parametrize(
+    "value", ["collector:4318", "ftp://collector", "http://user:secret@collector", "http://"]
+)
 def test_where_traces_go_is_a_url_without_secrets(value: str) -> None:
     """The configuration is shown to operators; a collector's key comes from the environment."""
     with pytest.raises(ConfigError, match="telemetry.otlp_endpoint=.*expected none, or a URL"):

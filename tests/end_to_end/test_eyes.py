@@ -208,6 +208,7 @@ def test_one_request_is_found_in_the_logs_of_everybody_who_served_it(eyes: Eyes)
         events = [
             json.loads(line) for line in lines if f'"{eyes.request_id}' in line and line.startswith("{")
         ]
+        assert all(event["process"] in ROLES for event in events)
         return {event["process"]: event for event in events}
 
     until(lambda: {"gateway", "router", "prefill", "decode", "draft"} <= found().keys(), 20.0)
