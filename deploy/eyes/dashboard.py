@@ -214,9 +214,9 @@ def dashboard() -> dict[str, Any]:
     }
 
 
-def text() -> str:
+def text(indent: int | None = 1) -> str:
     """As it stands in the file."""
-    return json.dumps(dashboard(), indent=1) + "\n"
+    return json.dumps(dashboard(), indent=indent) + "\n"
 
 
 def _datasource() -> dict[str, Any]:

@@ -15,14 +15,14 @@ _CHART = Path("helm/paceline/files")
 
 def files() -> dict[Path, str]:
     """Path below the root -> content. Helm reads files of the chart only: hence two of each."""
-    rules, board = alerts.rules_text(), dashboard.text()
+    rules = alerts.rules_text()
     return {
         Path("docs/metrics.md"): catalogue.page(),
         Path("docs/alerts.md"): alerts.page(),
         Path("deploy/prometheus/paceline.rules.yaml"): rules,
-        Path("deploy/grafana/paceline.json"): board,
+        Path("deploy/grafana/paceline.json"): dashboard.text(),
         _CHART / "paceline.rules.yaml": rules,
-        _CHART / "paceline.json": board,
+        _CHART / "paceline.json": dashboard.text(indent=None),
     }
 
 
