@@ -60,8 +60,9 @@ bench: install ## measure this machine: a card, one ratio table, one JSON line
 peers: install ## build the Pythons of other engines for `make bench ARGS="--peer all"`; needs g++
 	@TORCH_INDEX=$(TORCH_INDEX) $(BIN)/python -m paceline.deploy.bench.peers.environments $(ARGS)
 
-deploy-files: dev ## write the chart's schema and deploy/cluster*.yaml again, from the configuration's code
+deploy-files: dev ## write what is made from code again: the schema of the chart, clusters, alerts, dashboard, catalogue of metrics
 	$(BIN)/python helm/make_schema.py
+	$(BIN)/python -m paceline.deploy.eyes.main
 	$(BIN)/paceline cluster-yaml aws --out deploy/cluster.yaml
 	$(BIN)/paceline cluster-yaml onprem --host prefill=10.0.0.11 --host decode+draft=10.0.0.12 --out deploy/cluster-onprem.yaml
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -285,6 +286,28 @@ class LimitsConfig(Section):
     """`max_tokens` of a chat request that gives none. Completions default to 16, as OpenAI's do."""
 
 
+class TelemetryConfig(Section):
+    """What operators see besides /metrics: logs, traces."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Each process writes JSON lines to stderr, into its node's Ray logs. info: one line for each request in every process
+    that it passes, and what changes; warning: only what goes wrong."""
+    otlp_endpoint: str = "none"
+    """Where gateways send a trace of each request, OTLP over HTTP: http://collector:4318. none: nowhere. Needs the
+    packages of paceline[otel]. OTEL_EXPORTER_OTLP_HEADERS holds what the collector wants to see, a key for example."""
+    trace_share: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Of requests that are traced. A request with a `traceparent` is traced if its sender traces it."""
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _url(cls, value: str) -> str:
+        if value != "none" and not re.fullmatch(r"https?://[^/\s@]+(/\S*)?", value):
+            raise ValueError(
+                f"telemetry.otlp_endpoint={value!r}: expected none, or a URL such as http://collector:4318"
+            )
+        return value
+
+
 class ClusterConfig(Section):
     """The whole cluster, one tree for a laptop, a `ray up` cluster and a Helm release."""
 
@@ -302,6 +325,7 @@ class ClusterConfig(Section):
     kv: KVConfig = KVConfig()
     limits: LimitsConfig = LimitsConfig()
     learning: LearningConfig = LearningConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
 
     @model_validator(mode="after")
     def _ranks_or_a_limit_per_node(self) -> ClusterConfig:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,8 @@ from paceline.cluster.admin.app import build_admin_app
 from paceline.cluster.config import ClusterConfig
 from paceline.cluster.learning.loop import LearningLoop
 from paceline.cluster.learning.storage import home
-from paceline.cluster.metrics import Metrics, merge
+from paceline.cluster.learning.telemetry import report
+from paceline.cluster.metrics import WORKER_STATES, Metrics, merge
 from paceline.cluster.registry.registry import Registry
 from paceline.cluster.types import (
     Directory,
@@ -45,7 +47,8 @@ class Control:
 
     def __init__(self, config: ClusterConfig) -> None:
         self._config = config
-        self._metrics = Metrics()
+        self._metrics = Metrics("control")
+        self._id = "control"
         self._snapshots: dict[str, tuple[float, Snapshot]] = {}
         self._directory = Directory(0, ())
         self.loop: LearningLoop | None = None
@@ -70,7 +73,7 @@ class Control:
         if not self._config.learning.enabled:
             return
         registry = Registry(self._config.learning.registry, home())
-        self.loop = LearningLoop(self._config, registry, on_plan=self._send_plans)
+        self.loop = LearningLoop(self._config, registry, on_plan=self._send_plans, metrics=self._metrics)
         self.loop.start()
         self._ticking = asyncio.create_task(self._tick_for_ever(self.loop))
 
@@ -88,6 +91,7 @@ class Control:
             await asyncio.sleep(_TICK_S)
             try:
                 loop.tick(self.fresh())
+                report(loop, self._metrics)
             except Exception:  # whatever it is: plans go on being said, and the next tick tries again
                 log.exception("learning_tick_failed")
             if time.monotonic() - self._planned_at >= _PLAN_S:
@@ -109,12 +113,34 @@ class Control:
     # -- Resident ----------------------------------------------------------------------------------------
 
     def describe(self, info: WorkerInfo) -> WorkerInfo:
+        self._id = info.worker_id
         return WorkerInfo(
             info.worker_id, info.role, info.incarnation, info.host, info.port, info.pid, info.node, "ready"
         )
 
     def metrics_text(self) -> bytes:
+        self._count_workers()
         return self._metrics.text()
+
+    def _count_workers(self) -> None:
+        """Who is there by what they push: the directory's last word outlives a router that is gone."""
+        config, metrics = self._config, self._metrics
+        found = Counter((s.worker.role, s.worker.state) for s in self.fresh())
+        found["control", "ready"] += 1
+        # Only whether: Serve is told how many, and may be told otherwise without control's knowing.
+        wanted: dict[Role, int] = {
+            "gateway": 1,
+            "router": 1,
+            "prefill": config.prefill.replicas,
+            "decode": config.decode.replicas,
+            "draft": config.draft.replicas,
+            "trainer": config.has_trainer,
+            "control": 1,
+        }
+        for role, num in wanted.items():
+            metrics.roles_wanted.labels(role).set(num > 0)
+            for state in WORKER_STATES:
+                metrics.workers.labels(role, state).set(found[role, state])
 
     def on_message(self, peer: wire.Peer, message: Message) -> None:
         if isinstance(message, Snapshot):
@@ -172,8 +198,9 @@ class Control:
         return [snapshot for stamp, snapshot in list(self._snapshots.values()) if stamp >= horizon]
 
     def metrics(self) -> bytes:
-        """All workers' metrics as one text."""
-        return merge({(s.worker.role, s.worker.worker_id): s.metrics for s in self.fresh()})
+        """All workers' metrics as one text, and those of this process."""
+        texts = {(s.worker.role, s.worker.worker_id): s.metrics for s in self.fresh()}
+        return merge({**texts, ("control", self._id): self.metrics_text()})
 
     def workers(self) -> list[tuple[WorkerInfo, float | None]]:
         """The directory, with the freshest figures and how many seconds old they are; None where there are none."""

@@ -20,6 +20,7 @@ import structlog
 from paceline.cluster import failpoints, wire
 from paceline.cluster.admission import DrainRate, Quarantine
 from paceline.cluster.config import ClusterConfig
+from paceline.cluster.metrics import Metrics
 from paceline.cluster.prefixes import PrefixIndex
 from paceline.cluster.types import (
     NO_PROBATION,
@@ -33,6 +34,7 @@ from paceline.cluster.types import (
     Register,
     Role,
     Route,
+    Snapshot,
     WorkerInfo,
 )
 from paceline.cluster.types import Quarantine as QuarantineNotice
@@ -41,6 +43,12 @@ log = structlog.get_logger(__name__)
 
 STREAM_TOKENS = 64
 """A stream in a decode worker weighs as much as this many prompt tokens that a newcomer would have to compute there."""
+_OUTCOMES = {
+    NO_WORKER: "no_worker",
+    NO_ROOM: "no_room",
+    NO_PROBATION: "no_probation",
+    QUARANTINED: "quarantined",
+}
 _NODE_TOKENS = 8
 """KV of this many tokens crosses between nodes in the time one token is computed."""
 
@@ -181,14 +189,14 @@ class DirectoryState:
         self.revision += changed
         return changed
 
-    def drop(self, worker_id: str, incarnation: int) -> bool:
-        """Forget a worker that is gone, unless a newer incarnation took its place."""
+    def drop(self, worker_id: str, incarnation: int) -> WorkerInfo | None:
+        """Forget a worker that is gone, and say what was known of it; None if a newer incarnation took its place."""
         old = self._workers.get(worker_id)
         if old is None or old.incarnation != incarnation:
-            return False
+            return None
         del self._workers[worker_id]
         self.revision += 1
-        return True
+        return old
 
     def ready(self) -> list[WorkerInfo]:
         """Workers that take streams, in no order."""
@@ -272,6 +280,7 @@ class Router:
         self._quarantine = Quarantine()
         self._alone: dict[int, tuple[int, str]] = {}
         """Decode workers that are kept for one stream: incarnation -> (gateway, request id)."""
+        self._metrics = Metrics("router")
 
     async def start(self, secret: bytes) -> tuple[str, int]:
         """Listen; the address workers and gateways connect to."""
@@ -309,6 +318,7 @@ class Router:
             if failpoints.enabled:
                 failpoints.hit("beat")
             self._broadcast()
+            self._report()
 
     def on_open(self, peer: wire.Peer) -> None:
         self._peers.add(peer)
@@ -323,7 +333,9 @@ class Router:
                     log.info("worker_state", worker=worker.worker_id, role=worker.role, state=worker.state)
                     self._broadcast()
             case Route():
-                peer.send(self._route(sender, message))
+                assignment = self._route(sender, message)
+                self._count(message, assignment)
+                peer.send(assignment)
             case Progress():
                 seconds = self._load.put(sender, message, time.monotonic())
                 if seconds is not None:
@@ -346,9 +358,39 @@ class Router:
         self._release(identity.incarnation)
         self._prefixes.drop(identity.incarnation)
         self._alone.pop(identity.incarnation, None)
-        if self._state.drop(identity.worker_id, identity.incarnation):
-            log.warning("worker_lost", worker=identity.worker_id, reason=peer.close_reason)
+        gone = self._state.drop(identity.worker_id, identity.incarnation)
+        if gone is not None:
+            log.warning("worker_lost", worker=identity.worker_id, reason=peer.close_reason, state=gone.state)
+            if gone.state != "draining" and gone.role != "control":  # which leaves without a word
+                self._metrics.workers_lost.labels(gone.role).inc()
             self._broadcast()
+
+    def _report(self) -> None:
+        """This process's own figures, over the connection that control keeps to it."""
+        workers = self._state.snapshot().workers
+        control = {w.incarnation for w in workers if w.role == "control"}
+        me = next((w for w in workers if w.incarnation == self._me.incarnation), None)
+        peers = [p for p in self._peers if p.identity is not None and p.identity.incarnation in control]
+        if me is None or not peers:
+            return
+        self._metrics.router_streams.set(sum(self._load.streams.values()))
+        text = self._metrics.text()
+        for peer in peers:
+            peer.send(Snapshot(me, text))
+
+    def _count(self, route: Route, assignment: Assignment) -> None:
+        outcome = _OUTCOMES.get(assignment.reason, "no_worker")
+        if assignment.decode is not None:
+            outcome = "local" if assignment.prefill is None else "remote"
+        self._metrics.routes.labels(outcome).inc()
+        log.info(
+            "stream_routed",
+            request=route.request_id,
+            epoch=route.epoch,
+            outcome=outcome,
+            decode=assignment.decode.worker_id if assignment.decode is not None else "",
+            prefill=assignment.prefill.worker_id if assignment.prefill is not None else "",
+        )
 
     def _route(self, gateway: int, route: Route) -> Assignment:
         if failpoints.enabled:

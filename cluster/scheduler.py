@@ -48,6 +48,10 @@ class Stream:
     num_computed: int = 0
     """Leading tokens whose KV is in the pool."""
     num_preempted: int = 0
+    waits_since: float | None = None
+    """From when on it could run; None once a step has computed for it."""
+    queued_s: float = 0.0
+    """How long that was."""
     is_draft_banned: bool = False
     """Its last tree came back with NaN: the next step is plain."""
     hashes: list[bytes] = field(default_factory=list)

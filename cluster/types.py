@@ -278,6 +278,8 @@ class Delta(Struct, frozen=True):
     """Tokens of the prompt whose KV was here already and was not sent. Set with `kv_source`, as is the next."""
     kv_exposed_s: float = 0.0
     """Seconds the stream waited for its KV after the prefill worker had said that all of it was announced."""
+    queued_s: float = 0.0
+    """Seconds it could have run, its KV here, before a step computed for it. Set with `kv_source`, too."""
 
 
 class Deltas(Struct, frozen=True):

@@ -27,6 +27,7 @@ from paceline.cluster.keys import is_loopback
 from paceline.cluster.model_files import check_model_files
 from paceline.cluster.pair import check_pair
 from paceline.deploy import clusters, drafts, keys, local, resolved
+from paceline.deploy.doctor.main import doctor
 
 app = typer.Typer(
     add_completion=False,
@@ -39,6 +40,7 @@ app.add_typer(drafts.commands, name="drafts")
 app.command()(clusters.deploy)
 app.command()(clusters.drain)
 app.command()(clusters.cluster_yaml)
+app.command()(doctor)
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 

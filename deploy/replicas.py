@@ -46,7 +46,7 @@ _UNREAD_S = 0.2
 
 def _begin(role: str, config: ClusterConfig) -> ClusterConfig:
     """First thing in every replica: logs, and Serve's own socket on our interface. The configuration for this node."""
-    configure_logs(role)
+    configure_logs(role, config.telemetry.log_level)
     failpoints.enter(f"{role}-{_name()}")
     config = on_this_node(config)
     _bind_serve_to(config.link.interface)
@@ -241,12 +241,14 @@ class GatewayReplica(_HttpReplica):
     async def __init__(self, config: ClusterConfig, secrets: Secrets, router: Any, others: list[Any]) -> None:  # type: ignore[misc]
         from paceline.cluster.gateway.cluster_streams import ClusterStreams
         from paceline.cluster.gateway.ingress import build_app
+        from paceline.cluster.gateway.journal import Journal
         from paceline.cluster.gateway.text import Tokenizer
+        from paceline.cluster.gateway.traces import open_traces
         from paceline.deploy.keys import keys_for
         from paceline.deploy.resolved import context_limit
 
         config = _begin("gateway", config)
-        metrics = Metrics()
+        metrics = Metrics("gateway")
         streams = self._streams = ClusterStreams(config, metrics)
         self._grace_s, self._notice_s = config.gateway.drain_s, notice_s(config.gateway)
         me = wire.Identity(f"gateway-{_name()}", new_incarnation())
@@ -256,7 +258,11 @@ class GatewayReplica(_HttpReplica):
         streams.attach(self._member)
         tokenizer = Tokenizer(model_folder(config.model.target))
         keys, (max_context, _) = keys_for(config.gateway), context_limit(config)
-        app = build_app(config, streams, tokenizer, metrics, max_context=max_context, keys=keys)
+        self._traces = open_traces(config.telemetry, metrics, instance=me.worker_id)
+        journal = Journal(self._traces)
+        app = build_app(
+            config, streams, tokenizer, metrics, max_context=max_context, keys=keys, journal=journal
+        )
         gateway = config.gateway
         self._http = _HttpListener(app, gateway.host, gateway.port, gateway.client_timeout_s)
         await self._member.start()
@@ -266,6 +272,8 @@ class GatewayReplica(_HttpReplica):
     async def _leave(self) -> None:
         await leave_clients(self._streams, self._http, self._notice_s)
         await super()._leave()
+        if self._traces is not None:
+            await asyncio.to_thread(self._traces.close)
 
 
 class _EngineReplica:

@@ -147,6 +147,8 @@ def _kubernetes() -> dict[str, Schema]:
         "metrics": _closed(
             {
                 "podMonitor": _FLAG,
+                "rules": _FLAG,
+                "dashboards": _FLAG,
                 "interval": {"type": "string", "pattern": "^[0-9]+(ms|s|m)$"},
                 "labels": _TEXTS,
             }

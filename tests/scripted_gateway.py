@@ -20,6 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from paceline.cluster.config import ClusterConfig
 from paceline.cluster.gateway.fakes import Act, ScriptedStreams, say
 from paceline.cluster.gateway.ingress import build_app
+from paceline.cluster.gateway.journal import Journal
 from paceline.cluster.gateway.listener import server_config
 from paceline.cluster.gateway.streams import StreamEvent
 from paceline.cluster.gateway.text import Tokenizer
@@ -61,11 +62,12 @@ async def listening(
     metrics: Metrics,
     streams: ScriptedStreams,
     keys: KeyStore | None = None,
+    journal: Journal | None = None,
     **gateway: Any,
 ) -> AsyncIterator[str]:
     """A real server on a free port for some scripted streams; its address."""
     config = ClusterConfig.model_validate({"gateway": gateway})
-    app = build_app(config, streams, tokenizer, metrics, max_context=MAX_CONTEXT, keys=keys)
+    app = build_app(config, streams, tokenizer, metrics, max_context=MAX_CONTEXT, keys=keys, journal=journal)
     timeout_s = config.gateway.client_timeout_s
     async with running(server_config(app, client_timeout_s=timeout_s, host="127.0.0.1", port=0)) as url:
         yield url

@@ -60,7 +60,7 @@ class Worker:
         """`launch` starts the other ranks of a tensor-parallel worker on this node."""
         self.config = config
         self.secrets = secrets
-        self.metrics = Metrics()
+        self.metrics = Metrics(self.role)
         self.state: State = "starting"
         self.failure: BaseException | None = None
         me = wire.Identity(f"{self.role}-{name}", new_incarnation())
@@ -100,6 +100,10 @@ class Worker:
         """How much there is to do: 1 is as much as this worker can do, more waits. From the event loop's thread."""
         engine: EngineConfig = getattr(self.config, self.role)
         return self.num_streams() / engine.max_streams
+
+    def num_waiting(self) -> int:
+        """Streams that no step has computed for yet. Called from the event loop's thread."""
+        return 0
 
     def blocks(self) -> tuple[int, int]:
         """(used, free) KV blocks. Called from the event loop's thread."""
@@ -305,6 +309,7 @@ class Worker:
         self.metrics.blocks.labels("used").set(used)
         self.metrics.blocks.labels("free").set(free)
         self.metrics.streams.set(self.num_streams())
+        self.metrics.waiting.set(self.num_waiting())
         return self.metrics.text()
 
     def on_message(self, peer: wire.Peer, message: Message) -> None:

@@ -234,7 +234,7 @@ class DecodeWorker(Worker):
                 session.gateway.send_threadsafe(Deltas((delta,)))
             if emission.finish is not None:
                 del self._sessions[emission.stream.key]
-                self._ended(session)
+                self._ended(session, emission.finish)
         for gateway, deltas in frames.items():
             gateway.send_threadsafe(Deltas(tuple(deltas)))
         if failpoints.enabled:
@@ -242,10 +242,10 @@ class DecodeWorker(Worker):
         return result.num_rows > 0
 
     def _delta(self, session: Session, emission: Emission) -> Delta:
-        kv_source, kv_bytes, num_skipped, exposed_s = "", 0, 0, 0.0
+        kv_source, kv_bytes, num_skipped, exposed_s, queued_s = "", 0, 0, 0.0, 0.0
         if not session.kv_reported:
             session.kv_reported = True
-            kv_source = f"local:{session.local_reason}"
+            kv_source, queued_s = f"local:{session.local_reason}", emission.stream.queued_s
             if (incoming := session.incoming) is not None:
                 kv_source, kv_bytes = incoming.source, incoming.handoff.num_bytes
                 num_skipped, exposed_s = incoming.num_skipped, incoming.exposed_s
@@ -267,6 +267,7 @@ class DecodeWorker(Worker):
             emission.prompt_logprobs,
             num_skipped,
             exposed_s,
+            queued_s,
         )
 
     def hand_over(self) -> None:
@@ -281,9 +282,17 @@ class DecodeWorker(Worker):
             self._receiver.forget(session.incoming, reason)
         self._sessions.pop(session.stream.key, None)
         self._engine.remove(session.stream)
-        self._ended(session)
+        self._ended(session, reason)
 
-    def _ended(self, session: Session) -> None:
+    def _ended(self, session: Session, reason: str) -> None:
+        stream = session.stream
+        log.info(
+            "stream_ended",
+            request=stream.request.id,
+            epoch=stream.epoch,
+            tokens=stream.num_output,
+            reason=reason,
+        )
         if self._served is not None and session.figures.num_tokens:
             self._served.add(session.figures.summary(session.stream))
 
@@ -317,6 +326,9 @@ class DecodeWorker(Worker):
 
     def num_streams(self) -> int:
         return len(self._sessions) if self.state != "starting" else 0
+
+    def num_waiting(self) -> int:
+        return self._engine.num_waiting if self.state != "starting" else 0
 
     def blocks(self) -> tuple[int, int]:
         return (

@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import structlog
+
 from paceline.cluster import failpoints, wire
 from paceline.cluster.config import model_folder
 from paceline.cluster.learning.publish import fetch
@@ -16,6 +18,8 @@ from paceline.cluster.types import Directory, DraftAsk, DraftPlan, Drafts, Messa
 from paceline.workers.base import Worker
 from paceline.workers.draft_engine import DraftEngine
 from paceline.workers.draft_versions import Aside, DraftVersions, VersionLoader
+
+log = structlog.get_logger(__name__)
 
 _LONG_TOKENS = 64
 """A stream with more to compute before its first proposal is answered behind the others."""
@@ -49,6 +53,7 @@ class DraftWorker(Worker):
             post=self.post,
             worker_id=self.member.me.worker_id,
             changed=self._tell,
+            metrics=self.metrics,
         )
         self._status = self._versions.status()
         self._beside = self._versions.beside
@@ -185,8 +190,21 @@ class DraftWorker(Worker):
                 unknown.add(advance.request_id)
         for closed in ask.closes:
             self._engine.close(prefix + closed)
+            log.info("stream_drafted", request=closed)
             wanted.pop(prefix + closed, None)
             unknown.discard(closed)
+
+    def metrics_text(self) -> bytes:
+        if self.state != "starting":
+            self._show_versions()
+        return super().metrics_text()
+
+    def _show_versions(self) -> None:
+        gauge, beside = self.metrics.draft_versions, self._beside
+        gauge.clear()
+        for version in dict.fromkeys((self._status.live, *beside, *self._status.resident)):
+            state = "live" if version == self._status.live else "beside" if version in beside else "held"
+            gauge.labels(version, state).set(1)
 
     def num_streams(self) -> int:
         return len(self._engine) if self.state != "starting" else 0

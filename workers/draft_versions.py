@@ -25,6 +25,7 @@ from torch import Tensor
 
 from paceline.cluster.errors import ModelError, PacelineError
 from paceline.cluster.learning.routing import version_for, versions_needed
+from paceline.cluster.metrics import Metrics
 from paceline.cluster.model_files import file_sha256, read_object, weight_files, weights_version
 from paceline.cluster.types import DraftPlan, DraftRef, DraftStatus
 from paceline.workers.draft_engine import DraftEngine, probe_logits
@@ -178,6 +179,7 @@ class DraftVersions:
         target: str = "",
         changed: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        metrics: Metrics | None = None,
     ) -> None:
         """`aside` runs a job on another thread, one at a time; `post` runs one on the engine's thread, between two steps.
 
@@ -191,6 +193,7 @@ class DraftVersions:
         self._worker_id = worker_id
         self._changed = changed
         self._clock = clock
+        self._metrics = metrics or Metrics("draft")
         base = load.base()
         self._held = {base.version: base}
         self._plan = DraftPlan(-1, target, (DraftRef(base.version, ""),), base.version)
@@ -285,6 +288,7 @@ class DraftVersions:
     def _refuse(self, version: str, reason: str) -> None:
         log.warning("draft_version_refused", version=version, reason=reason)
         self._refused[version] = reason[:500]
+        self._metrics.draft_refusals.inc()
 
     # -- the switch --------------------------------------------------------------------------------------
 
@@ -306,6 +310,8 @@ class DraftVersions:
         if plan.live != before.live:
             self.swap_ms, self.gap_ms = took_ms, 0.0
             self._changed_at = self._clock()
+            self._metrics.draft_swaps.inc()
+            self._metrics.draft_swap_seconds.observe(took_ms / 1e3)
         self._plan = plan
         kept = {*needed, *(ref.version for ref in self._to_hold())}
         self._held = {version: held for version, held in self._held.items() if version in kept}

@@ -28,6 +28,7 @@ from paceline.workers.model_batch import BatchBuilder, KVSend
 from paceline.workers.model_runner import ModelRunner
 from paceline.workers.raw_logits import RawLogits
 from paceline.workers.sampling import CachedNoise, Sample, SamplingRows
+from paceline.workers.token_counts import TokenCounts
 from paceline.workers.verifiers.base import Verifier
 from paceline.workers.verifiers.match import Match
 
@@ -107,7 +108,7 @@ class Engine:
         self._verifier = verifier or Match()
         self._metrics = metrics or Metrics()
         self._clock = clock
-        self._token_counters = [self._metrics.tokens.labels(name) for name in SOURCE_NAMES]
+        self._tokens = TokenCounts(self._metrics)
         self._draft_counters = [
             (
                 self._metrics.verified.labels(n),
@@ -170,6 +171,7 @@ class Engine:
         buffer = np.zeros(len(tokens) + max(0, num_new), np.int32)
         buffer[: len(tokens)] = tokens
         stream = Stream(request, epoch, buffer, len(tokens), num_prompt, self._arrivals)
+        stream.waits_since = self._clock()
         self._arrivals += 1
         self.scheduler.add(stream)
         return stream
@@ -184,9 +186,19 @@ class Engine:
             self._capture.close(stream)
         self.scheduler.remove(stream)
 
+    def unblock(self, stream: Stream) -> None:
+        """Its KV is here, or will not come: from now on it can run."""
+        stream.is_blocked = False
+        stream.waits_since = self._clock()
+
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
+
+    @property
+    def num_waiting(self) -> int:
+        """Streams that could run and that no step has computed for yet. From any thread."""
+        return sum(stream.waits_since is not None and not stream.is_blocked for stream in self.scheduler)
 
     # -- one step ----------------------------------------------------------------------------------------
 
@@ -211,6 +223,7 @@ class Engine:
             return StepResult()
         self._propose(plan)
         began = self._clock()
+        self._note_starts(plan, began)
         hook = None if on_layer is None else (lambda layer: on_layer(plan, layer))
         decided, usable = self._forward(plan, hook, () if sends is None else sends(plan))
         if failpoints.enabled:
@@ -228,13 +241,18 @@ class Engine:
         self._metrics.step_seconds.observe(seconds)
         return result
 
+    def _note_starts(self, plan: Plan, now: float) -> None:
+        for segment in plan.segments:
+            stream = segment.stream
+            if stream.waits_since is not None:
+                stream.queued_s = max(0.0, now - stream.waits_since)
+                stream.waits_since = None
+                self._metrics.queue_seconds.observe(stream.queued_s)
+
     def _count(self, result: StepResult) -> None:
         """A step's figures, each counter once: its lock costs as much as a row's bookkeeping."""
         self._metrics.steps.inc()
-        emitted = b"".join(emission.sources for emission in result.emissions)
-        for source, counter in enumerate(self._token_counters):
-            if num := emitted.count(source):
-                counter.inc(num)
+        self._tokens.add((e.draft_version, e.sources) for e in result.emissions if e.tokens)
         if self._drafter is not None and result.outcomes:
             self._count_drafts(result.outcomes)
 

@@ -269,7 +269,7 @@ class HandoffReceiver:
 
     def _settle(self, incoming: Incoming, source: str) -> None:
         incoming.source = source
-        incoming.stream.is_blocked = False
+        self._engine.unblock(incoming.stream)
         self._close(incoming, source.removeprefix("local:"))
 
     def _close(self, incoming: Incoming, reason: str) -> None:

@@ -74,6 +74,8 @@ class PrefillJob:
     decode: wire.Peer
     deadline: float
     state: JobState = JobState.WAITING
+    since: float = field(default_factory=time.perf_counter)
+    """When it was given to this worker, by the engine's clock."""
     ask_at: float = 0.0
     """When it may ask for blocks (again)."""
     num_refused: int = 0
@@ -166,7 +168,7 @@ class PrefillWorker(Worker):
                 job = self._jobs.get((request_id, epoch))
                 if job is not None:
                     if ok:
-                        self.metrics.kv_exposed_seconds.observe(time.monotonic() - job.computed_at)
+                        self._received(job)
                     self._end(job, "" if ok else reason)
             case Abort(request_id, epoch, reason):
                 job = self._jobs.get((request_id, epoch))
@@ -178,6 +180,14 @@ class PrefillWorker(Worker):
                     self._end(job, "cancelled", tell_decode=True)
             case _:
                 self.soon(lambda: peer.close(f"a prefill worker has no use for {type(message).__name__}"))
+
+    def _received(self, job: PrefillJob) -> None:
+        """The decode worker has all of it."""
+        exposed_s = time.monotonic() - job.computed_at
+        self.metrics.kv_exposed_seconds.observe(exposed_s)
+        request_id, epoch = job.key
+        ms = round(1e3 * exposed_s, 2)
+        log.info("kv_sent", request=request_id, epoch=epoch, tokens=job.num_tokens, exposed_ms=ms)
 
     def peer_lost(self, peer: wire.Peer) -> None:
         for job in list(self._jobs.values()):
@@ -266,6 +276,7 @@ class PrefillWorker(Worker):
                 cache_salt=asked.cache_salt,
             )
             job.stream = self._engine.add_prefill(request, epoch=asked.epoch, token_ids=tokens)
+            job.stream.waits_since = job.since
         except RequestError as error:
             log.warning("prefill_refused", request=key[0], error=str(error))
             self._end(job, "too_long", tell_decode=True)
@@ -454,6 +465,11 @@ class PrefillWorker(Worker):
 
     def num_streams(self) -> int:
         return len(self._jobs) if self.state != "starting" else 0
+
+    def num_waiting(self) -> int:
+        jobs = list(self._jobs.values()) if self.state != "starting" else []
+        streams = [job.stream for job in jobs if job.state is not JobState.COMMITTING]
+        return sum(stream is None or stream.waits_since is not None for stream in streams)
 
     def blocks(self) -> tuple[int, int]:
         return (

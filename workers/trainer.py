@@ -21,7 +21,7 @@ import structlog
 from paceline.cluster import wire
 from paceline.cluster.config import ClusterConfig, Secrets
 from paceline.cluster.membership import Member, ResolveRouter, new_incarnation
-from paceline.cluster.metrics import Metrics
+from paceline.cluster.metrics import TRAIN_LEVELS, TRAIN_STATES, Metrics, set_one
 from paceline.cluster.types import (
     Directory,
     Message,
@@ -53,7 +53,7 @@ class TrainerWorker:
         self, config: ClusterConfig, secrets: Secrets, *, name: str, resolve: ResolveRouter, node: str = ""
     ) -> None:
         self.config = config
-        self.metrics = Metrics()
+        self.metrics = Metrics("trainer")
         self.state: State = "starting"
         self.failure: BaseException | None = None
         me = wire.Identity(f"trainer-{name}", new_incarnation())
@@ -121,7 +121,9 @@ class TrainerWorker:
             RunFolder(trainer_home(), "").remove_others()  # of lives of this process before
             return
         if self._run is None:
-            self._run = _Run(plan.order, self.config, self._changed, self._tell)
+            self._run = _Run(
+                plan.order, self.config, self._changed, self._tell, self.metrics.training_deaths.inc
+            )
             self._run.folder.remove_others()
         await self._run.set_level(plan.level)
 
@@ -157,7 +159,15 @@ class TrainerWorker:
         return msgspec.structs.replace(info, state=self.state)
 
     def metrics_text(self) -> bytes:
-        return self.metrics.text()
+        now, metrics = self._status(), self.metrics
+        set_one(metrics.trainer_state, TRAIN_STATES, now.state)
+        set_one(metrics.trainer_level, TRAIN_LEVELS, now.level)
+        metrics.trainer_step.set(now.step)
+        metrics.trainer_steps.set(now.num_steps)
+        metrics.trainer_tokens.set(now.num_tokens)
+        metrics.trainer_loss.set(now.loss)
+        metrics.trainer_cpu_seconds.set(now.cpu_s)
+        return metrics.text()
 
     def on_message(self, peer: wire.Peer, message: Message) -> None:
         if not isinstance(message, TrainerPlan) or self.state == "draining":
@@ -185,15 +195,21 @@ class _Run:
     """One order's process and what it said last."""
 
     def __init__(
-        self, order: TrainOrder, config: ClusterConfig, changed: asyncio.Event, tell: Callable[[], None]
+        self,
+        order: TrainOrder,
+        config: ClusterConfig,
+        changed: asyncio.Event,
+        tell: Callable[[], None],
+        died: Callable[[], None],
     ) -> None:
-        """`changed` is set when its process ends, `tell` called when it says something."""
+        """`changed` is set when its process ends, `tell` called when it says something, `died` if it ended without a word."""
         self.order = order
         self.folder = RunFolder(trainer_home(), order.run_id)
         self.progress = Progress()
         self._config = config
         self._changed = changed
         self._tell = tell
+        self._died = died
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -313,6 +329,7 @@ class _Run:
             return
         if self.progress.step > self._furthest:
             self._furthest, self._num_starts = self.progress.step, 1
+        self._died()
         log.error("training_process_died", run=self.order.run_id, code=code, starts=self._num_starts)
         if self._num_starts == _MAX_STARTS:
             how = f"signal {-code}" if code is not None and code < 0 else f"status {code}"

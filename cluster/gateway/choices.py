@@ -146,6 +146,11 @@ class Choice:
         if self._echo is not None and self.request.logprobs is not None:
             self._scored.extend(self.prompt_scored)
 
+    @property
+    def finish(self) -> Literal["stop", "length"] | None:
+        """Why its text ended; None while it has not, and where it failed."""
+        return self._finish
+
     def _piece(self, text: str) -> Piece:
         piece = Piece(self, text, self.num_tokens, self._finish, self._scored, self._token_ids)
         self._scored, self._token_ids = [], []

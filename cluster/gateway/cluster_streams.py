@@ -515,6 +515,7 @@ class ClusterStreams:
             report.kv_bytes += delta.kv_bytes
             report.kv_skipped_tokens += delta.kv_skipped_tokens
             report.kv_exposed_s += delta.kv_exposed_s
+            report.queued_s += delta.queued_s
         for source in delta.sources:
             name = SOURCE_NAMES[source]
             report.tokens_by_source[name] = report.tokens_by_source.get(name, 0) + 1

@@ -8,14 +8,16 @@ import secrets
 import time
 import uuid
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.cluster.errors import RequestError
 from paceline.cluster.gateway.auth import OPEN_PATHS, authenticate, check_host
+from paceline.cluster.gateway.journal import Journal, Record
 from paceline.cluster.gateway.problems import problem_of
 from paceline.cluster.keys import Key, KeyStore
 from paceline.cluster.metrics import Metrics
@@ -35,6 +37,8 @@ class Caller:
     received: float
     """Monotonic seconds."""
     key: Key | None = None
+    record: Record = field(kw_only=True)
+    """What its log line and its trace are made of."""
 
     def salt(self, salt: str) -> str:
         """Who shares computed prefixes: with keys, only requests of one key. Others could tell from the time it takes."""
@@ -52,6 +56,7 @@ class Envelope:
         app: ASGIApp,
         *,
         metrics: Metrics,
+        journal: Journal,
         keys: KeyStore | None,
         only_local: bool,
         max_body_bytes: int,
@@ -60,6 +65,7 @@ class Envelope:
     ) -> None:
         self._app = app
         self._metrics = metrics
+        self._journal = journal
         self._keys = keys
         self._only_local = only_local
         self._max_body_bytes = max_body_bytes
@@ -78,6 +84,14 @@ class Envelope:
         while stream_id in self._open:  # the client tried again before we saw that its connection broke
             stream_id = f"{request_id}.{secrets.token_hex(4)}"
         self._open.add(stream_id)
+        record = Record(
+            request_id,
+            scope["method"],
+            self._route(scope["path"]),
+            time.monotonic(),
+            headers.get("traceparent", ""),
+            headers.get("tracestate", ""),
+        )
         status = 0
 
         async def send_with_id(message: Message) -> None:
@@ -89,18 +103,23 @@ class Envelope:
 
         try:
             key = self._admit(scope["path"], headers)
-            caller = Caller(request_id, stream_id, time.monotonic(), key)
+            record.key_id = key.id if key is not None else ""
+            caller = Caller(request_id, stream_id, record.received, key, record=record)
             scope.setdefault("state", {})["caller"] = caller
-            await self._app(scope, self._bounded(receive), send_with_id)
+            with structlog.contextvars.bound_contextvars(request=request_id):
+                await self._app(scope, self._bounded(receive), send_with_id)
         except ClientDisconnect:
-            status = status or _CLIENT_GONE
+            record.error = "client_gone"
         except Exception as error:  # noqa: BLE001 - the last handler there is
             problem = problem_of(error)
+            record.error = problem.code
             if not status:
                 await problem.response()(scope, receive, send_with_id)
         finally:
             self._open.discard(stream_id)
-            self._metrics.requests.labels(self._route(scope["path"]), str(status or _CLIENT_GONE)).inc()
+            record.status = status or _CLIENT_GONE
+            self._metrics.requests.labels(record.route, str(record.status)).inc()
+            self._journal.ended(record)
 
     def _admit(self, path: str, headers: Headers) -> Key | None:
         """What can be told from the headers alone."""

@@ -50,6 +50,7 @@ class ScriptedStreams:
         report.prefill_worker, report.draft_worker = "prefill-0", "draft-0"
         report.decode_workers.append("decode-0")
         report.kv_sources.append("link")
+        report.timeline.stamp("routed")
         try:
             for act in self._script(request):
                 if isinstance(act, Exception):

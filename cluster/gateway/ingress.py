@@ -19,6 +19,7 @@ from paceline.cluster.errors import PacelineError, RequestError, Unavailable
 from paceline.cluster.gateway import replies, sse
 from paceline.cluster.gateway.choices import Choice, run_choices
 from paceline.cluster.gateway.envelope import Caller, Envelope
+from paceline.cluster.gateway.journal import Journal
 from paceline.cluster.gateway.logprobs import TokenNames
 from paceline.cluster.gateway.openapi import describe
 from paceline.cluster.gateway.problems import problem_of
@@ -117,6 +118,7 @@ class Ingress:
         seed = body.chosen_seed()
         dressed = style(self._names, body.num_logprobs or 0)
         session = self._start(prepared, dressed, seed, request.state.caller)
+        request.state.caller.record.session = session
         headers = {"x-paceline-seed": str(seed)}
         if body.stream:
             session = self._resume(session, request.headers)
@@ -294,12 +296,14 @@ def build_app(
     *,
     max_context: int,
     keys: KeyStore | None = None,
+    journal: Journal | None = None,
 ) -> FastAPI:
     """The gateway's HTTP application.
 
     Args:
         max_context: tokens of prompt and output together, already the smaller of configuration and model.
         keys: who may use it; None lets everybody.
+        journal: where requests leave their log lines and traces; by default they leave lines.
     """
     ingress = Ingress(config, streams, tokenizer, metrics, max_context=max_context)
     only_local = keys is None and config.gateway.auth == "auto" and is_loopback(config.gateway.host)
@@ -315,6 +319,7 @@ def build_app(
     app.add_middleware(
         Envelope,
         metrics=metrics,
+        journal=journal or Journal(),
         keys=keys,
         only_local=only_local,
         max_body_bytes=config.gateway.max_body_bytes,
@@ -332,7 +337,9 @@ def build_app(
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    return problem_of(error).response()
+    problem = problem_of(error)
+    request.state.caller.record.error = problem.code
+    return problem.response()
 
 
 def _json(reply: msgspec.Struct) -> Response:

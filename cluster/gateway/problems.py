@@ -49,6 +49,11 @@ class Problem:
     body: ErrorBody
     headers: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def code(self) -> str:
+        """A word or two that say what it is."""
+        return self.body.error.code or self.body.error.type
+
     def response(self) -> Response:
         return Response(
             msgspec.json.encode(self.body),

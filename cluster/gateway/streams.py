@@ -58,6 +58,8 @@ class StreamReport:
     """Prompt tokens whose KV was not sent, because the decode worker had it."""
     kv_exposed_s: float = 0.0
     """Time that hand-offs took behind the end of prefill, as the decode worker saw it."""
+    queued_s: float = 0.0
+    """Time it could have run in its decode workers before a step computed for it."""
     num_steps: int = 0
     num_drafted: int = 0
     tokens_by_source: dict[str, int] = field(default_factory=dict)

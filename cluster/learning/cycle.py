@@ -267,6 +267,7 @@ class Cycle:
             return
         writes.run(loop.keeper, run)
         self._told.pop(run.run_id, None)
+        loop.metrics.training_runs.labels(run.kind, run.state).inc()
         log.info("run_ends", run=run.run_id, state=run.state, error=run.error[:300], cpu_s=run.cpu_s)
         self._pay(run)
         if run.state == "failed":
@@ -352,6 +353,7 @@ class Cycle:
         writes.gate(loop.keeper, run, passed=passed, reason=reason, now=now)
         loop.mark("gate", version, run.tag, ("passed: " if passed else "refused: ") + reason)
         num, least = int(report.get("num_requests", 0)), loop.learning.gate.min_requests
+        self._count_gate(report, "passed" if passed else "undecided" if num < least else "refused")
         if not passed and num < least:
             state.candidate = version
             more = max(5, least - num) / max(loop.learning.capture.holdout, 1e-3)
@@ -375,6 +377,12 @@ class Cycle:
         for found_drift in self._drifted(run.tag):
             if drift is not None:
                 drift.restart(found_drift.domain)  # no draft that could be made is better: this is how it is
+
+    def _count_gate(self, report: dict[str, Any], result: str) -> None:
+        metrics, saving = self._loop.metrics, report.get("saving", {})
+        metrics.gate_results.labels(result).inc()
+        for bound in ("mean", "lo", "hi"):
+            metrics.gate_saving.labels(bound).set(float(saving.get(bound, 0.0)))
 
     def offer(self, version: str, tag: str, reason: str, now: float) -> None:
         """It passed the gate: on to the canary, if that may begin by itself."""

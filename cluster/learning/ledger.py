@@ -255,10 +255,20 @@ class Ledger:
 
     # -- what is shown -----------------------------------------------------------------------------------
 
-    def view(self, now: float) -> dict[str, Any]:
-        """Runs newest first, totals, and the last decision of each tag."""
+    def total(self) -> dict[str, float]:
+        """Seconds of all runs together."""
         spent = math.fsum(e.spent_s for e in self.entries)
         realised = math.fsum(e.realised_s for e in self.entries)
+        return {
+            "predicted_s": math.fsum(e.predicted_s for e in self.entries),
+            "realised_s": realised,
+            "spent_s": spent,
+            "net_s": realised - spent,
+            "num_runs": len(self.entries),
+        }
+
+    def view(self, now: float) -> dict[str, Any]:
+        """Runs newest first, totals, and the last decision of each tag."""
         return {
             "runs": [
                 {
@@ -274,13 +284,7 @@ class Ledger:
                 }
                 for e in reversed(self.entries)
             ],
-            "total": {
-                "predicted_s": math.fsum(e.predicted_s for e in self.entries),
-                "realised_s": realised,
-                "spent_s": spent,
-                "net_s": realised - spent,
-                "num_runs": len(self.entries),
-            },
+            "total": self.total(),
             "decisions": {
                 tag: {
                     "train": d.train,

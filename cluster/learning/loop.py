@@ -31,6 +31,7 @@ from paceline.cluster.learning.runs import Runs
 from paceline.cluster.learning.scrape import DecodeFigures
 from paceline.cluster.learning.storing import Storing
 from paceline.cluster.learning.views import Action, Alarm, Result, StatusView, VersionView, View
+from paceline.cluster.metrics import Metrics
 from paceline.cluster.registry.records import Version
 from paceline.cluster.registry.registry import Registry
 from paceline.cluster.types import (
@@ -69,8 +70,10 @@ class LearningLoop:
         *,
         clock: Callable[[], float] = time.time,
         on_plan: Callable[[], None] = lambda: None,
+        metrics: Metrics | None = None,
     ) -> None:
         """`clock` gives Unix seconds. `on_plan` is called when a plan changed: workers should hear of it at once."""
+        self.metrics = metrics or Metrics("control")
         self.config = config
         self.learning = config.learning
         self.registry = registry
@@ -168,6 +171,7 @@ class LearningLoop:
                 since = time.strftime("%H:%M:%S", time.gmtime(found.since))
                 text = f"acceptance in {found.domain or 'traffic without a domain'} fell by {found.by:.3f} since {since} UTC"
                 log.info("drift", tag=tag, domain=found.domain, by=found.by)
+                self.metrics.drifts.inc()
                 self.mark("drift", lane.live, tag, text)
         self.apply(rollout.served(message.items, self._plan, now))
 
@@ -256,6 +260,7 @@ class LearningLoop:
         for change in changes:
             log.info(f"draft_{change.kind}", tag=change.tag, version=change.version, reason=change.reason)
             self._follow(change)
+            self.metrics.draft_changes.labels(change.kind).inc()
             writes.change(self.keeper, change, self.clock())
         if changes:
             self.save()

@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 report=$(mktemp)
 trap 'rm -f "$report"' EXIT
 "${PYTHON:-python3.11}" -m pip install --quiet --dry-run --ignore-installed --only-binary=:all: --report "$report" \
-    "../..[postgres]" s3fs setuptools "torch==2.13.0"
+    "../..[postgres,otel]" s3fs setuptools "torch==2.13.0"
 {
     echo "# Written by deploy/docker/pin.sh. Where torch is the build for GPUs it names the versions of CUDA it wants."
     "${PYTHON:-python3.11}" - "$report" <<'PYTHON'

@@ -210,6 +210,16 @@ def test_every_section_says_what_it_is() -> None:
 
 
 @pytest.mark.parametrize(
+    "value", ["collector:4318", "ftp://collector", "http://user:secret@collector", "http://"]
+)
+def test_where_traces_go_is_a_url_without_secrets(value: str) -> None:
+    """The configuration is shown to operators; a collector's key comes from the environment."""
+    with pytest.raises(ConfigError, match="telemetry.otlp_endpoint=.*expected none, or a URL"):
+        load_config(None, [f"telemetry.otlp_endpoint={value}"])
+    assert load_config(None, ["telemetry.otlp_endpoint=https://collector:4318/x"]).telemetry.otlp_endpoint
+
+
+@pytest.mark.parametrize(
     "setting, name, value",
     [
         ("decode.threads=2", "decode.threads", 2),

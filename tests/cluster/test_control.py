@@ -50,7 +50,7 @@ def peer(info: WorkerInfo) -> wire.Peer:
 
 
 def push(control: Control, info: WorkerInfo, num_steps: int = 1) -> None:
-    metrics = Metrics()
+    metrics = Metrics(info.role)
     metrics.steps.inc(num_steps)
     control.on_message(peer(info), Snapshot(info, metrics.text()))
 
@@ -90,7 +90,7 @@ async def client(control: Control) -> AsyncIterator[httpx.AsyncClient]:
 async def test_health_answers_before_any_worker_is_known(client: httpx.AsyncClient) -> None:
     """The listener is up as soon as it listens; an empty cluster is a legal answer everywhere."""
     assert (await client.get("/health")).json() == {"status": "ok"}
-    assert (await client.get("/metrics")).text == ""
+    assert steps((await client.get("/metrics")).text) == {}
     status = (await client.get("/admin/api/status")).json()
     assert (status["model"], status["revision"], status["workers"]) == ("some-model", 0, [])
     assert status["learning"]["state"] == "off" and "learning is off" in status["learning"]["reason"]
@@ -184,11 +184,39 @@ async def test_the_end_of_an_old_life_leaves_the_new_one_s_figures(
     assert steps((await client.get("/metrics")).text) == {("decode", "decode-a"): 3}
 
 
+def workers(text: str) -> dict[tuple[str, str], float]:
+    """Processes by role and state, as Prometheus sees them."""
+    return {
+        (sample.labels["kind"], sample.labels["state"]): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "paceline_workers"
+    }
+
+
+async def test_figures_of_this_process_are_among_them(
+    client: httpx.AsyncClient, control: Control, clock: Clock
+) -> None:
+    """Who is there, by what was pushed lately: a role with nobody left is a zero that an alert can see."""
+    control.describe(worker("control", "c", 9))
+    push(control, DECODE)
+    push(control, worker("decode", "b", 6, state="starting"))
+    text = (await client.get("/metrics")).text
+    found = workers(text)
+    assert (found["decode", "ready"], found["decode", "starting"], found["draft", "ready"]) == (1, 1, 0)
+    assert found["control", "ready"] == 1 and 'role="control",worker="control-c"' in text
+    assert 'paceline_roles_wanted{role="control",worker="control-c",kind="trainer"} 0.0' in text
+
+    clock.now += 6
+
+    assert workers((await client.get("/metrics")).text)["decode", "ready"] == 0
+
+
 async def test_other_messages_are_ignored(client: httpx.AsyncClient, control: Control) -> None:
     """Control serves nobody: what is no snapshot changes nothing."""
     control.on_message(peer(DECODE), Ping())
 
-    assert (await client.get("/metrics")).text == ""
+    assert steps((await client.get("/metrics")).text) == {}
 
 
 def test_control_describes_itself_as_ready_and_keeps_the_rest(control: Control) -> None:

@@ -40,6 +40,7 @@ from paceline.cluster.types import (
     Register,
     Role,
     Route,
+    Snapshot,
     WorkerInfo,
 )
 
@@ -281,6 +282,7 @@ class FakeMember:
     def __init__(self) -> None:
         self.directories: list[Directory] = []
         self.assignments: list[Assignment] = []
+        self.snapshots: list[Snapshot] = []
         self.is_closed = False
         self.peer: wire.Peer | None = None
         self._changed = asyncio.Event()
@@ -294,6 +296,8 @@ class FakeMember:
                 self.directories.append(message)
             case Assignment():
                 self.assignments.append(message)
+            case Snapshot():
+                self.snapshots.append(message)
         self._changed.set()
 
     def on_close(self, peer: wire.Peer) -> None:
@@ -499,6 +503,31 @@ async def test_a_suspect_runs_alone_on_a_worker_that_is_kept_for_it() -> None:
         gateway.send(Progress("suspect", 2))
         (free,) = await ask(gateway, route("t"))
         assert free.decode.worker_id == "decode-a"
+
+
+async def test_the_routers_own_figures_reach_control() -> None:
+    """Routes by what came of them, and workers that were lost: those that said they leave are not."""
+    async with running() as (_, join):
+        control = await join(worker("control", "c", 50))
+        gateway = await join(None)
+        await ask(gateway, route("r0"))
+        first, second = await join(D1), await join(D2)
+        await ask(gateway, route("r1"))
+        second.send(Register(msgspec.structs.replace(D2, state="draining")))
+        await gateway.until(lambda: any(w.state == "draining" for w in gateway.workers))
+        for member in (first, second):
+            assert member.peer is not None
+            member.peer.close()
+        await gateway.until(lambda: len(gateway.workers) == 1)
+        control.snapshots.clear()
+        await control.until(lambda: control.snapshots)
+
+        told = control.snapshots[-1]
+        assert told.worker.role == "router" and told.worker.worker_id == "router"
+        text = told.metrics.decode()
+        assert 'paceline_workers_lost_total{kind="decode"} 1.0' in text
+        assert 'paceline_routes_total{outcome="no_worker"} 1.0' in text
+        assert 'paceline_routes_total{outcome="local"} 1.0' in text
 
 
 async def test_a_quarantined_request_is_turned_away_by_every_gateway_s_router() -> None:

@@ -67,7 +67,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{/* The file that `serve deploy` reads: Paceline's configuration without the pods. */}}
 {{- define "paceline.serveConfig" -}}
 {{- $tree := dict "preset" .Values.preset -}}
-{{- range $section := list "model" "gateway" "router" "prefill" "decode" "draft" "trainer" "control" "speculation" "link" "kv" "limits" "learning" -}}
+{{- range $section := list "model" "gateway" "router" "prefill" "decode" "draft" "trainer" "control" "speculation" "link" "kv" "limits" "learning" "telemetry" -}}
 {{- $fields := omit (default dict (index $.Values $section)) "pod" -}}
 {{- if $fields -}}{{- $_ := set $tree $section $fields -}}{{- end -}}
 {{- end -}}

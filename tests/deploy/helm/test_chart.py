@@ -438,6 +438,28 @@ def test_prometheus_shows_the_admin_key(everything: Release, default: Release) -
     assert default.all("PodMonitor") == {}
 
 
+def test_alerts_and_dashboard_are_those_of_the_repository(everything: Release, default: Release) -> None:
+    """Whole and unchanged: braces in them are not Helm's. Whoever does not ask for them needs no operator."""
+    rule = everything.one("PrometheusRule")
+    board = everything.one("ConfigMap", "-dashboard")
+
+    assert rule["spec"] == yaml.safe_load((ROOT / "deploy/prometheus/paceline.rules.yaml").read_text())
+    assert "{{ $labels.kind }}" in json.dumps(rule["spec"])
+    assert json.loads(board["data"]["paceline.json"]) == json.loads(
+        (ROOT / "deploy/grafana/paceline.json").read_text()
+    )
+    assert board["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert rule["metadata"]["labels"]["release"] == "prometheus"
+    assert default.all("PrometheusRule") == {}
+    assert not any(name.endswith("-dashboard") for name in default.all("ConfigMap"))
+
+
+def test_traces_go_where_the_values_say(rendered: Render) -> None:
+    release = rendered(nested("telemetry.otlp_endpoint", "http://collector:4318"))
+
+    assert config_of(release).telemetry.otlp_endpoint == "http://collector:4318"
+
+
 def test_every_role_has_a_disruption_budget(everything: Release) -> None:
     budgets = everything.all("PodDisruptionBudget")
 

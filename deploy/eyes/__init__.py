@@ -1,0 +1,1 @@
+"""Metrics, alerts and panels -> the files that Prometheus, Grafana and people read."""
