@@ -29,7 +29,10 @@ class Metrics:
             "stream_recoveries_total", "Streams moved to another attempt.", "reason"
         )
         self.turned_away = self._counter(
-            "streams_turned_away_total", "Streams refused before they began, by reason.", "reason"
+            "streams_turned_away_total",
+            "Streams refused before they began: no_room, no_worker, quarantined, or key_limit for requests of API keys that "
+            "used up what they may.",
+            "reason",
         )
         self.blind_routes = self._counter(
             "blind_routes_total", "Routes decided by the last directory: there was no router, or no answer."
