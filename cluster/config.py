@@ -9,13 +9,15 @@ import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from paceline.cluster.errors import ConfigError
 from paceline.cluster.learning.config import LearningConfig
-from paceline.cluster.section import Cpus, Port, Resources, Seconds, Section, Threads
+from paceline.cluster.rates import Limits
+from paceline.cluster.section import Amount, Cpus, Port, Resources, Seconds, Section, Threads
 from paceline.cluster.types import SOURCE_NAMES
 
 DRAFT_SOURCES = SOURCE_NAMES[1:]
@@ -34,6 +36,31 @@ class ModelConfig(Section):
     int8_weights: bool = False
     """LOSSY: the target's weights rounded to int8 with one scale for each output, on CPU. Steps read half the memory or
     less; what the model says changes, and is another version. Texts are then exact for the rounded model."""
+
+
+class TlsConfig(Section):
+    """TLS of a listener, where nothing before it (an Ingress, a load balancer) ends it."""
+
+    cert: str = "none"
+    """PEM file of the certificate and its chain, an absolute path on each node that listens. none: plain HTTP. A file
+    that was renewed is taken within seconds, without a restart."""
+    key: str = "none"
+    """PEM file of its private key, without a passphrase."""
+
+    @model_validator(mode="after")
+    def _both_absolute(self) -> TlsConfig:
+        if (self.cert == "none") != (self.key == "none"):
+            name, other = ("key", "cert") if self.key == "none" else ("cert", "key")
+            raise ValueError(f"tls.{name}=none: expected a PEM file beside tls.{other}")
+        for name, path in (("cert", self.cert), ("key", self.key)):
+            if path != "none" and not path.startswith("/"):
+                raise ValueError(f"tls.{name}={path!r}: expected an absolute path, or none")
+        return self
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the listener speaks TLS."""
+        return self.cert != "none"
 
 
 class GatewayConfig(Section):
@@ -61,13 +88,33 @@ class GatewayConfig(Section):
     """How long a client may take to send its headers, then its body, and to make room for more of its answer."""
     auth: Literal["auto", "keys", "none"] = "auto"
     """keys: only requests with an API key are served (`paceline keys`). none: all are. auto: keys are off on loopback,
-    for requests sent to a loopback name, and a gateway that others can reach starts only once there is a key."""
+    for requests sent to a loopback name; `paceline serve` starts a gateway that others can reach only once there is a key."""
     keys_file: str = "auto"
-    """Where API keys are kept, as hashes. auto: keys.json in PACELINE_HOME."""
+    """Where API keys are kept, as hashes. auto: keys.json in PACELINE_HOME. What is in this file on Control's node is told
+    to all gateways; one on a gateway's own node counts as well."""
+    cors_origins: list[str] = Field(default=[])
+    """Web pages that browsers let call this API, as `https://app.example.com`: scheme, host and port. None by default.
+    Whoever uses such a page holds an API key."""
+    tls: TlsConfig = TlsConfig()
     num_cpus: Cpus = 0.1
     """Ray's share for placement, not a limit."""
     resources: Resources = Field(default={})
     """Custom Ray resources it takes, to choose its node: {"node:__internal_head__": 0.001} is the head."""
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _are_origins(cls, value: list[str]) -> list[str]:
+        for origin in value:
+            parts = urlsplit(origin)
+            if (
+                parts.scheme not in ("http", "https")
+                or f"{parts.scheme}://{parts.netloc}" != origin
+                or not parts.netloc
+            ):
+                raise ValueError(
+                    f"gateway.cors_origins: {origin!r}: expected an origin such as https://app.example.com, without a path"
+                )
+        return value
 
 
 class RouterConfig(Section):
@@ -164,6 +211,7 @@ class ControlConfig(Section):
     """Interface to listen on. Loopback by default: these routes are for operators."""
     port: Port = 8001
     """0 picks a free port, printed at start."""
+    tls: TlsConfig = TlsConfig()
     num_cpus: Cpus = 0.05
     """Ray's share for placement, not a limit."""
     resources: Resources = Field(default={})
@@ -278,12 +326,24 @@ class KVConfig(Section):
 
 
 class LimitsConfig(Section):
-    """What one request may ask for."""
+    """What one request may ask for, and what one API key may use."""
 
     max_context: Annotated[int, Field(ge=32, le=1 << 20)] = 2048
     """Prompt and output together, in tokens; never more than the target's own limit."""
     default_max_tokens: Annotated[int, Field(ge=1, le=1 << 20)] = 256
     """`max_tokens` of a chat request that gives none. Completions default to 16, as OpenAI's do."""
+    requests_per_minute: Amount = 0
+    """Of each API key that has no limit of its own (`paceline keys create --requests-per-minute`), over all gateways
+    together; 0 is no limit. Beyond it requests get a 429 that says when to come again."""
+    tokens_per_minute: Amount = 0
+    """The same for tokens of prompts and answers. While it runs a request counts with all that it may generate."""
+    concurrency: Amount = 0
+    """The same for requests that run at once."""
+
+    @property
+    def of_a_key(self) -> Limits:
+        """Of each API key that has none of its own."""
+        return Limits(self.requests_per_minute, self.tokens_per_minute, self.concurrency)
 
 
 class TelemetryConfig(Section):

@@ -11,12 +11,15 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import structlog
 from fastapi import FastAPI
 
 from paceline.cluster import failpoints, wire
 from paceline.cluster.admin.app import build_admin_app
 from paceline.cluster.config import ClusterConfig
+from paceline.cluster.key_watch import KeyWatch
+from paceline.cluster.keys import KeyContent, KeyFile, needs_keys
 from paceline.cluster.learning.loop import LearningLoop
 from paceline.cluster.learning.storage import home
 from paceline.cluster.learning.telemetry import report
@@ -25,6 +28,7 @@ from paceline.cluster.registry.registry import Registry
 from paceline.cluster.types import (
     Directory,
     DraftStatus,
+    KeySet,
     Message,
     Role,
     Served,
@@ -45,8 +49,13 @@ _PLAN_S = 1.0
 class Control:
     """Collects what workers push; a `Resident` of its process."""
 
-    def __init__(self, config: ClusterConfig) -> None:
+    def __init__(self, config: ClusterConfig, *, keys: KeyFile | None = None) -> None:
+        """`keys`: the file of API keys, of which all gateways are told."""
         self._config = config
+        self.keys = KeyWatch(keys) if keys is not None else None
+        self._gateways: dict[str, wire.Peer] = {}
+        """By worker id."""
+        self._watching: asyncio.Task[None] | None = None
         self._metrics = Metrics("control")
         self._id = "control"
         self._snapshots: dict[str, tuple[float, Snapshot]] = {}
@@ -65,11 +74,14 @@ class Control:
     # -- life --------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to learn, if the configuration says so.
+        """Watch the key file, and begin to learn if the configuration says so.
 
         Raises:
             ConfigError: `learning.registry` or `learning.storage` cannot be used.
         """
+        if self.keys is not None:
+            self.keys.subscribe(self._send_keys)
+            self._watching = asyncio.create_task(self.keys.run())
         if not self._config.learning.enabled:
             return
         registry = Registry(self._config.learning.registry, home())
@@ -79,9 +91,10 @@ class Control:
 
     async def close(self) -> None:
         """What was decided is written first."""
-        if self._ticking is not None:
-            self._ticking.cancel()
-            await asyncio.gather(self._ticking, return_exceptions=True)
+        for task in (self._watching, self._ticking):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         if self.loop is not None:
             await self.loop.close()
             self.loop.registry.close()
@@ -96,6 +109,15 @@ class Control:
                 log.exception("learning_tick_failed")
             if time.monotonic() - self._planned_at >= _PLAN_S:
                 self._send_plans()
+
+    def _send_keys(self, content: KeyContent) -> None:
+        """To all gateways."""
+        if needs_keys(self._config.gateway.auth, self._config.gateway.host) and not content.keys:
+            log.warning("no_api_keys", reason="gateways let nobody in; `paceline keys create` makes one")
+        message = KeySet(msgspec.json.encode(content.keys))
+        for peer in list(self._gateways.values()):
+            if peer.is_open:
+                peer.send(message)
 
     def _send_plans(self) -> None:
         """To all draft workers and the trainer: what should be."""
@@ -147,10 +169,20 @@ class Control:
             if failpoints.enabled:
                 failpoints.hit("snapshot")
             self._snapshots[message.worker.worker_id] = (time.monotonic(), message)
+            if message.worker.role == "gateway":
+                self._meet_gateway(message.worker.worker_id, peer)
             if message.worker.role in ("draft", "trainer"):
                 self._meet(message.worker.worker_id, message.worker.role, peer)
         elif self.loop is not None:
             self._learn(self.loop, peer, message)
+
+    def _meet_gateway(self, worker_id: str, peer: wire.Peer) -> None:
+        """Who is new is told all keys at once."""
+        if self.keys is None or self._gateways.get(worker_id) is peer:
+            return
+        self._gateways[worker_id] = peer
+        if self.keys.is_read:
+            peer.send(KeySet(msgspec.json.encode(self.keys.content.keys)))
 
     def _meet(self, worker_id: str, role: Role, peer: wire.Peer) -> None:
         """Who is new is told the plan at once."""
@@ -176,6 +208,9 @@ class Control:
         for worker_id, (_, snapshot) in list(self._snapshots.items()):
             if peer.identity == wire.Identity(worker_id, snapshot.worker.incarnation):
                 del self._snapshots[worker_id]
+        for worker_id, gateway in list(self._gateways.items()):
+            if gateway is peer:
+                del self._gateways[worker_id]
         for worker_id, (_, known) in list(self._peers.items()):
             if known is peer:
                 del self._peers[worker_id]
@@ -199,7 +234,9 @@ class Control:
 
     def metrics(self) -> bytes:
         """All workers' metrics as one text, and those of this process."""
-        texts = {(s.worker.role, s.worker.worker_id): s.metrics for s in self.fresh()}
+        texts: dict[tuple[str, str], bytes] = {
+            (s.worker.role, s.worker.worker_id): s.metrics for s in self.fresh()
+        }
         return merge({**texts, ("control", self._id): self.metrics_text()})
 
     def workers(self) -> list[tuple[WorkerInfo, float | None]]:

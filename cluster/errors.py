@@ -12,12 +12,15 @@
     |- StorageError           `learning.storage` cannot be used, or holds what nobody can read
     |- Unavailable            no worker of a needed role lives (an HTTP 503)
     |- Overloaded             more is asked for than the queues hold (an HTTP 429)
+    |  `- RateLimited         more than the API key may use (an HTTP 429)
     `- IntegrityError         a pool's books do not add up: a defect of ours
 
 Users catch `PacelineError`. `assert` is kept for what only we can break.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 
 class PacelineError(Exception):
@@ -86,6 +89,14 @@ class Overloaded(PacelineError):
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class RateLimited(Overloaded):
+    """An API key has used up what it may; the request was not begun. `headers`: how it stands, for its client."""
+
+    def __init__(self, message: str, retry_after_s: float, headers: Mapping[str, str]) -> None:
+        super().__init__(message, retry_after_s)
+        self.headers = headers
 
 
 class IntegrityError(PacelineError):

@@ -20,7 +20,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-from paceline.cluster.types import SOURCE_NAMES, Role
+from paceline.cluster.types import SOURCE_NAMES, Role, State
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _NODES = (0, 1, 2, 4, 8, 16, 32, 64, 128)
@@ -35,7 +35,7 @@ _CONTROL: tuple[Role, ...] = ("control",)
 _TARGETS: tuple[Role, ...] = ("prefill", "decode")
 _ENGINES: tuple[Role, ...] = ("prefill", "decode", "draft")
 
-WORKER_STATES = ("starting", "ready", "draining")
+WORKER_STATES: tuple[State, ...] = ("starting", "ready", "draining")
 TRAIN_STATES = ("idle", "loading", "training", "scoring", "paused", "done", "failed")
 TRAIN_LEVELS = ("normal", "throttle", "pause", "evict")
 ALARMS = ("registry", "storage", "draft_workers", "trainer")
@@ -71,7 +71,7 @@ class Metrics:
 
     def __init__(self, role: Role | None = None) -> None:
         # Creation times would double the lines of all counters; nobody reads them. Prometheus sees a restart by itself.
-        disable_created_metrics()
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self.catalogue: list[Entry] = []
         self._role = role
@@ -104,9 +104,10 @@ class Metrics:
         self.turned_away = self._counter(
             "streams_turned_away_total",
             "Streams refused before they began: all queues full (no_room), too many wait for a first worker "
-            "(no_worker), or what they ask for ended workers again and again (quarantined).",
+            "(no_worker), what they ask for ended workers again and again (quarantined), or their API key used up what "
+            "it may (key_limit).",
             _GATEWAY,
-            reason=("no_room", "no_worker", "quarantined"),
+            reason=("no_room", "no_worker", "quarantined", "key_limit"),
         )
         self.blind_routes = self._counter(
             "blind_routes_total",

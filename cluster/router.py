@@ -22,11 +22,14 @@ from paceline.cluster.admission import DrainRate, Quarantine
 from paceline.cluster.config import ClusterConfig
 from paceline.cluster.metrics import Metrics
 from paceline.cluster.prefixes import PrefixIndex
+from paceline.cluster.rates import Rates
 from paceline.cluster.types import (
     NO_PROBATION,
     NO_ROOM,
     NO_WORKER,
     QUARANTINED,
+    Admit,
+    Admitted,
     Assignment,
     Directory,
     Message,
@@ -34,6 +37,7 @@ from paceline.cluster.types import (
     Register,
     Role,
     Route,
+    Settle,
     Snapshot,
     WorkerInfo,
 )
@@ -278,6 +282,8 @@ class Router:
         self._prefixes = PrefixIndex()
         self._drain = DrainRate()
         self._quarantine = Quarantine()
+        self._rates = Rates()
+        """Of API keys with limits, over all gateways."""
         self._alone: dict[int, tuple[int, str]] = {}
         """Decode workers that are kept for one stream: incarnation -> (gateway, request id)."""
         self._metrics = Metrics("router")
@@ -342,6 +348,19 @@ class Router:
                     self._drain.ended(seconds)
                 if not message.decode:
                     self._release(sender, message.request_id)
+            case Admit():
+                who = sender, message.request_id
+                standing = self._rates.admit(
+                    message.key,
+                    message.limits,
+                    who,
+                    message.tokens,
+                    time.monotonic(),
+                    is_let_in=message.is_let_in,
+                )
+                peer.send(Admitted(message.request_id, standing))
+            case Settle(request_id, key, tokens):
+                self._rates.settle(key, (sender, request_id), tokens)
             case QuarantineNotice(digests):
                 for digest in digests:
                     self._quarantine.add(digest, time.monotonic())
@@ -355,6 +374,7 @@ class Router:
         if identity is None or any(other.identity == identity for other in self._peers):
             return  # it came back before the end of its old connection was seen
         self._load.drop_gateway(identity.incarnation)
+        self._rates.drop(identity.incarnation)
         self._release(identity.incarnation)
         self._prefixes.drop(identity.incarnation)
         self._alone.pop(identity.incarnation, None)

@@ -19,3 +19,5 @@ Threads = Annotated[int, Field(ge=1, le=256)]
 Resources = dict[str, Annotated[float, Field(gt=0, le=1024)]]
 Cpus = Annotated[float, Field(gt=0, le=256)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Amount = Annotated[int, Field(ge=0, le=1_000_000_000)]
+"""0 is no limit."""

@@ -11,6 +11,8 @@ from typing import Literal
 
 import msgspec
 
+from paceline.cluster.rates import Limits, Standing
+
 Role = Literal["gateway", "router", "prefill", "decode", "draft", "trainer", "control"]
 State = Literal["starting", "ready", "draining"]
 FinishReason = Literal["stop", "length", "error"]
@@ -691,6 +693,45 @@ class LinkPlaced(Struct, frozen=True):
     digest_s: float
 
 
+# --- the door -------------------------------------------------------------------------------------------
+
+
+class KeySet(Struct, frozen=True):
+    """control -> gateway, when it connects and on every change: all API keys there are."""
+
+    keys: bytes
+    """JSON, the `keys` of a key file: hashes, and no key."""
+
+
+class Admit(Struct, frozen=True):
+    """gateway -> router: a request of a key that has limits wants in."""
+
+    request_id: str
+    """One that no other open request of this gateway has."""
+    key: str
+    """Its id."""
+    limits: Limits
+    tokens: int
+    """What it may cost at most."""
+    is_let_in: bool = False
+    """It is running, since a router before this one, or this gateway while there was none, let it in: only count it."""
+
+
+class Admitted(Struct, frozen=True):
+    """router -> gateway: it is in, or why it is not."""
+
+    request_id: str
+    standing: Standing
+
+
+class Settle(Struct, frozen=True):
+    """gateway -> router: a request that was let in has ended, and what it did cost."""
+
+    request_id: str
+    key: str
+    tokens: int
+
+
 # --- everyone -> control --------------------------------------------------------------------------------
 
 
@@ -736,5 +777,5 @@ Message = (
     Register | Directory | Route | Assignment | Progress | Quarantine | Generate | Prefill | PrefillLost | Cancel | Deltas
     | Reserve | Grant | Refuse | KVReady | Credit | Commit | CommitAck | Abort
     | RankHello | LinkOpen | LinkExpect | LinkMark | LinkClose | LinkForget | LinkSent | LinkDown | LinkArrived | LinkPlaced
-    | DraftAsk | Drafts | DraftPlan | DraftStatus | Served | TrainerPlan | TrainerStatus | Snapshot | Hello | Welcome | Proof | Ping
+    | DraftAsk | Drafts | DraftPlan | DraftStatus | Served | TrainerPlan | TrainerStatus | KeySet | Admit | Admitted | Settle | Snapshot | Hello | Welcome | Proof | Ping
 )  # fmt: skip

@@ -21,12 +21,21 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.cluster.admin.key import VARIABLE, ensure_admin_key, read_admin_key
-from paceline.cluster.config import ClusterConfig, ModelConfig, load_config, model_folder, presets
+from paceline.cluster.config import (
+    ClusterConfig,
+    ControlConfig,
+    EngineConfig,
+    GatewayConfig,
+    ModelConfig,
+    load_config,
+    model_folder,
+    presets,
+)
 from paceline.cluster.errors import ConfigError, PacelineError
 from paceline.cluster.keys import is_loopback
 from paceline.cluster.model_files import check_model_files
 from paceline.cluster.pair import check_pair
-from paceline.deploy import clusters, drafts, keys, local, resolved
+from paceline.deploy import clusters, drafts, keys, local, resolved, tls
 from paceline.deploy.doctor.main import doctor
 
 app = typer.Typer(
@@ -89,7 +98,9 @@ def serve(
         raise ConfigError(
             f"cluster {name!r} is running; `paceline stop{_suffix(name)}` ends it, --name starts another"
         )
-    keys.keys_for(final.gateway)  # refuses a listener that is open to others by mistake
+    for section, listener in (("gateway", final.gateway), ("control", final.control)):
+        tls.certificate_of(listener.tls, section)
+    keys.check_gateway(final.gateway)  # refuses a listener that is open to others by mistake
     resolved.check_learning(final)
     resolved.check_ranks(final)
     ensure_admin_key(local.admin_key_path())
@@ -134,7 +145,12 @@ def status(
     }
     try:
         report.update(
-            httpx.get(f"{state['control']}/admin/api/status", headers=operator_headers(state), timeout=5.0)
+            httpx.get(
+                f"{state['control']}/admin/api/status",
+                headers=operator_headers(state),
+                timeout=5.0,
+                verify=tls.trust(local.certificate(state, "control")),
+            )
             .raise_for_status()
             .json()
         )
@@ -397,8 +413,8 @@ def _launch(folder: Path, config: ClusterConfig) -> str:
     state = {
         "run_id": run_id,
         "phase": "launching",
-        "gateway": f"http://{_url_host(config.gateway.host)}:{config.gateway.port}",
-        "control": f"http://{_url_host(config.control.host)}:{config.control.port}",
+        "gateway": _url(config.gateway),
+        "control": _url(config.control),
         "config": config.model_dump(mode="json"),
     }
     local.write_state(folder, state)
@@ -419,7 +435,8 @@ def _wait_until_ready(folder: Path, config: ClusterConfig, run_id: str) -> None:
     began = time.monotonic()
     wanted = config.prefill.replicas + config.decode.replicas + config.draft.replicas + config.has_trainer
     last = ""
-    with out.status("starting") as spinner, httpx.Client(timeout=2.0) as client:
+    trusted = tls.trust(config.gateway.tls.cert, config.control.tls.cert)
+    with out.status("starting") as spinner, httpx.Client(timeout=2.0, verify=trusted) as client:
         while True:
             state = local.read_state(folder) or {}
             text = _phase(client, state, wanted)
@@ -505,7 +522,11 @@ def _print_plan(given: ClusterConfig, config: ClusterConfig) -> None:
     table = Table(title=f"Paceline {package_version('paceline')}", title_justify="left", show_edge=False)
     for column in ("role", "replicas", "threads", "model"):
         table.add_column(column)
-    rows = [("prefill", config.prefill), ("decode", config.decode), ("draft", config.draft)]
+    rows: list[tuple[str, EngineConfig]] = [
+        ("prefill", config.prefill),
+        ("decode", config.decode),
+        ("draft", config.draft),
+    ]
     if config.has_trainer:
         rows.append(("trainer", config.trainer))
     for role, engine in rows:
@@ -547,8 +568,9 @@ def _suffix(name: str) -> str:
     return "" if name == "local" else f" --name {name}"
 
 
-def _url_host(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+def _url(section: GatewayConfig | ControlConfig) -> str:
+    host = f"[{section.host}]" if ":" in section.host else section.host
+    return f"{'https' if section.tls.is_on else 'http'}://{host}:{section.port}"
 
 
 if __name__ == "__main__":

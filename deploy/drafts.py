@@ -24,6 +24,7 @@ from paceline.cluster.config import ClusterConfig
 from paceline.cluster.errors import ConfigError, PacelineError, RequestError, Unavailable
 from paceline.cluster.keys import is_loopback
 from paceline.deploy import local
+from paceline.deploy.tls import trust
 
 commands = typer.Typer(
     no_args_is_help=True, help="Drafts that learn: versions, runs, the ledger, and what to do about them."
@@ -55,21 +56,24 @@ class Api:
 
     url: str
     key: str
+    cert: str = "none"
+    """A file with the certificate that Control shows, where no authority of the platform vouches for it."""
 
     def get(self, path: str, **query: Any) -> Any:
-        """An endpoint's answer. See `_send` for what it raises."""
-        return self._send(
+        """An endpoint's answer. See `send` for what it raises."""
+        return self.send(
             "GET", path, params={name: value for name, value in query.items() if value not in ("", None)}
         )
 
     def act(self, action: str, **body: Any) -> dict[str, Any]:
         """Do something; fields that are empty are left out."""
         fields = {name: value for name, value in body.items() if value not in ("", None, False)}
-        answer: dict[str, Any] = self._send("POST", f"actions/{action}", json=fields)
+        answer: dict[str, Any] = self.send("POST", f"actions/{action}", json=fields)
         return answer
 
-    def _send(self, method: str, path: str, **how: Any) -> Any:
-        """
+    def send(self, method: str, path: str, **how: Any) -> Any:
+        """An endpoint's answer to any method.
+
         Raises:
             Unavailable: nobody answers there, or what they need does not.
             RequestError: Control refuses; the message says why and what to do.
@@ -78,7 +82,8 @@ class Api:
         headers = {"authorization": f"Bearer {self.key}"}
         try:
             # Through a proxy of the environment the key would leave the machine.
-            with httpx.Client(timeout=_TIMEOUT_S, trust_env=not is_loopback(host)) as client:
+            verify, trusts_env = trust(self.cert), not is_loopback(host)
+            with httpx.Client(timeout=_TIMEOUT_S, trust_env=trusts_env, verify=verify) as client:
                 answer = client.request(method, f"{self.url}/admin/api/{path}", headers=headers, **how)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise Unavailable(
@@ -120,8 +125,10 @@ def api_for(url: str, name: str, key: str) -> Api:
     Raises:
         ConfigError: there is no key, or the address is none.
     """
+    cert = "none"
     if not url:
         state = local.read_state(local.run_folder(name)) or {}
+        cert = local.certificate(state, "control")
         default = ClusterConfig().control
         url = str(state.get("control") or f"http://{default.host}:{default.port}")
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
@@ -132,7 +139,7 @@ def api_for(url: str, name: str, key: str) -> Api:
             f"no admin key: give it with --key or {VARIABLE}; there is none in {local.admin_key_path()}, "
             "where `paceline serve` would have made one"
         )
-    return Api(url.rstrip("/"), found)
+    return Api(url.rstrip("/"), found, cert)
 
 
 @commands.callback()

@@ -37,7 +37,7 @@ class RayNodes:
 
         try:
             address = services.canonicalize_bootstrap_address_or_die(None)
-            self._gcs = ray._raylet.GcsClient(address=address)  # type: ignore[attr-defined]
+            self._gcs = ray._raylet.GcsClient(address=address)
             self._tables = GlobalState()
             self._tables._initialize_global_state(services._get_gcs_client_options(address))
             self.all()

@@ -56,6 +56,12 @@ def read_state(folder: Path) -> dict[str, Any] | None:
     return state
 
 
+def certificate(state: dict[str, Any], section: str) -> str:
+    """The certificate file of a listener of this run, gateway or control; none where it speaks plain HTTP."""
+    found = state.get("config", {}).get(section, {}).get("tls") or {}
+    return str(found.get("cert", "none"))
+
+
 def write_state(folder: Path, state: dict[str, Any]) -> None:
     """Replace the state file in one go."""
     partial = folder / "state.json.partial"

@@ -24,6 +24,7 @@ from paceline.cluster import failpoints, wire
 from paceline.cluster.config import ClusterConfig, GatewayConfig, Secrets, model_folder
 from paceline.cluster.control import Control, build_control_app
 from paceline.cluster.gateway.listener import server_config
+from paceline.cluster.keys import KeyFile, key_file_path, needs_keys
 from paceline.cluster.membership import Member, ResolveRouter, new_incarnation
 from paceline.cluster.metrics import Metrics
 from paceline.cluster.router import Router
@@ -32,6 +33,7 @@ from paceline.cluster.types import Role
 from paceline.deploy import local
 from paceline.deploy.logs import configure_logs
 from paceline.deploy.placement import node_name, on_this_node
+from paceline.deploy.tls import Certificate, certificate_of
 
 if TYPE_CHECKING:
     from paceline.cluster.gateway.cluster_streams import ClusterStreams
@@ -118,9 +120,23 @@ def _resolver(router: Any) -> ResolveRouter:
 class _HttpListener:
     """uvicorn inside a replica, on a socket of our own so that a restarted replica can bind the same port."""
 
-    def __init__(self, app: FastAPI, host: str, port: int, client_timeout_s: float) -> None:
+    def __init__(
+        self,
+        app: FastAPI,
+        host: str,
+        port: int,
+        client_timeout_s: float,
+        *,
+        certificate: Certificate | None = None,
+    ) -> None:
+        """`certificate`: with which it speaks TLS."""
         self._host, self._port = host, port
-        self._server = uvicorn.Server(server_config(app, client_timeout_s=client_timeout_s))
+        self._certificate = certificate
+        config = server_config(app, client_timeout_s=client_timeout_s)
+        if self._certificate is not None:
+            config.load()
+            config.ssl = self._certificate.context
+        self._server = uvicorn.Server(config)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -140,6 +156,9 @@ class _HttpListener:
         self._task = asyncio.create_task(self._server.serve(sockets=[sock]))
 
     def check(self) -> None:
+        """Each second."""
+        if self._certificate is not None:
+            self._certificate.refresh()
         if self._task is not None and self._task.done():
             raise RuntimeError(f"the listener on {self._host}:{self._port} ended") from self._task.exception()
 
@@ -201,12 +220,14 @@ class ControlReplica(_HttpReplica):
 
     async def __init__(self, config: ClusterConfig, secrets: Secrets, router: Any) -> None:  # type: ignore[misc]
         config = _begin("control", config)
-        control = self._control = Control(config)
+        keys = KeyFile(key_file_path(config.gateway.keys_file, local.home()))
+        control = self._control = Control(config, keys=keys)
         self._http = _HttpListener(
             build_control_app(control, secrets.admin or local.take_admin_key()),
             config.control.host,
             config.control.port,
             config.gateway.client_timeout_s,
+            certificate=certificate_of(config.control.tls, "control"),
         )
         me = wire.Identity(f"control-{_name()}", new_incarnation())
         self._member = Member(
@@ -242,29 +263,40 @@ class GatewayReplica(_HttpReplica):
         from paceline.cluster.gateway.cluster_streams import ClusterStreams
         from paceline.cluster.gateway.ingress import build_app
         from paceline.cluster.gateway.journal import Journal
+        from paceline.cluster.gateway.known_keys import KnownKeys
         from paceline.cluster.gateway.text import Tokenizer
         from paceline.cluster.gateway.traces import open_traces
-        from paceline.deploy.keys import keys_for
         from paceline.deploy.resolved import context_limit
 
         config = _begin("gateway", config)
-        metrics = Metrics("gateway")
-        streams = self._streams = ClusterStreams(config, metrics)
-        self._grace_s, self._notice_s = config.gateway.drain_s, notice_s(config.gateway)
+        metrics, gateway = Metrics("gateway"), config.gateway
+        keys: KnownKeys | None = None
+        if needs_keys(gateway.auth, gateway.host):
+            keys = KnownKeys(KeyFile(key_file_path(gateway.keys_file, local.home())))
+        streams = self._streams = ClusterStreams(config, metrics, keys=keys)
+        self._grace_s, self._notice_s = gateway.drain_s, notice_s(gateway)
         me = wire.Identity(f"gateway-{_name()}", new_incarnation())
         self._member = Member(
             me, "gateway", config.link, secrets.link, streams, _resolver(router), node=node_name()
         )
         streams.attach(self._member)
         tokenizer = Tokenizer(model_folder(config.model.target))
-        keys, (max_context, _) = keys_for(config.gateway), context_limit(config)
+        max_context, _ = context_limit(config)
         self._traces = open_traces(config.telemetry, metrics, instance=me.worker_id)
-        journal = Journal(self._traces)
         app = build_app(
-            config, streams, tokenizer, metrics, max_context=max_context, keys=keys, journal=journal
+            config,
+            streams,
+            tokenizer,
+            metrics,
+            max_context=max_context,
+            keys=keys,
+            counter=streams.counter,
+            journal=Journal(self._traces),
         )
-        gateway = config.gateway
-        self._http = _HttpListener(app, gateway.host, gateway.port, gateway.client_timeout_s)
+        certificate = certificate_of(gateway.tls, "gateway")
+        self._http = _HttpListener(
+            app, gateway.host, gateway.port, gateway.client_timeout_s, certificate=certificate
+        )
         await self._member.start()
         await self._http.start()
         _leave_on_sigterm(self._leave)

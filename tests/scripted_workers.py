@@ -21,12 +21,14 @@ from paceline.cluster import wire
 from paceline.cluster.admin.key import hash_key
 from paceline.cluster.config import load_config
 from paceline.cluster.control import Control, build_control_app
+from paceline.cluster.keys import KeyFile
 from paceline.cluster.learning.routing import version_for
 from paceline.cluster.types import (
     Directory,
     DraftPlan,
     DraftRef,
     DraftStatus,
+    KeySet,
     Message,
     Role,
     Served,
@@ -57,8 +59,9 @@ class ScriptedPeer:
         self.plan: DraftPlan | TrainerPlan | None = None
 
     def send(self, message: Message) -> None:
-        assert isinstance(message, DraftPlan | TrainerPlan)
-        self.plan = message
+        if not isinstance(message, KeySet):  # of which gateways are told
+            assert isinstance(message, DraftPlan | TrainerPlan)
+            self.plan = message
 
 
 class ScriptedCluster:
@@ -79,7 +82,7 @@ class ScriptedCluster:
                 *settings,
             ],
         )
-        self.control = Control(self.config)
+        self.control = Control(self.config, keys=KeyFile(home / "keys.json", recheck_s=0.0))
         self.url = ""
         self.skill: dict[str, float] = {}
         """True acceptance by version; others have 0.4."""

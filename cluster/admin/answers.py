@@ -23,7 +23,7 @@ LearningState = Literal[
 ActionName = Literal[
     "train", "forget", "pause", "resume", "canary", "promote", "pin", "unpin", "roll_back", "revoke", "delete"
 ]
-Resource = Literal["versions", "runs", "ledger", "drift", "guard", "capture", "audit", "settings"]
+Resource = Literal["versions", "runs", "ledger", "drift", "guard", "capture", "audit", "settings", "keys"]
 Scalar = bool | int | float | str
 
 
@@ -154,6 +154,56 @@ class Capture(Answer):
     counters: CaptureCounters
     tenants: list[CaptureTenant]
     deletions: list[Deletion]
+
+
+# --- API keys -------------------------------------------------------------------------------------------
+
+KeyScope = Literal["user", "admin"]
+CaptureRule = Literal["never", "asked", "default"]
+
+
+class KeyLimits(Answer):
+    """What a key may use; 0 is no limit, or in a key the configuration's."""
+
+    requests_per_minute: int
+    tokens_per_minute: int
+    concurrency: int
+
+
+class ApiKey(Answer):
+    """What is kept of an API key."""
+
+    id: str
+    """Part of its text, and all of it that is ever shown."""
+    name: str
+    tenant: str
+    scope: KeyScope
+    """user opens the API at gateways, admin opens Control."""
+    capture: CaptureRule
+    """What of its requests may be kept for training."""
+    created: float
+    revoked: float | None
+    limits: KeyLimits
+
+
+class CreatedKey(Answer):
+    """A new key."""
+
+    key: ApiKey
+    secret: str
+    """Its text: it is kept nowhere and never shown again."""
+
+
+class Keys(Answer):
+    """All keys, the latest first."""
+
+    keys: list[ApiKey]
+    asked: bool
+    """Whether gateways let nobody in without one."""
+    defaults: KeyLimits
+    """Of keys without limits of their own."""
+    trouble: str
+    """Why the key file cannot be read; empty if it can."""
 
 
 # --- settings, actions, events --------------------------------------------------------------------------

@@ -20,11 +20,12 @@ from paceline.cluster.admin.desk import Desk
 from paceline.cluster.admin.events import Feed, event_routes
 from paceline.cluster.admin.holdings import Holdings
 from paceline.cluster.admin.key import AdminKey
+from paceline.cluster.admin.key_desk import KeyDesk, key_routes
 from paceline.cluster.admin.problems import answer_of
 from paceline.cluster.admin.session_routes import session_routes
 from paceline.cluster.admin.settings import Settings
 from paceline.cluster.errors import PacelineError
-from paceline.cluster.keys import is_loopback
+from paceline.cluster.keys import KeyContent, is_loopback
 
 if TYPE_CHECKING:
     from paceline.cluster.control import Control
@@ -37,8 +38,12 @@ def build_admin_app(control: Control, key_digest: bytes, *, bundle: Bundle | Non
         key_digest: of the admin key (`key.hash_key`); empty if there is none, and then nobody gets in.
     """
     config = control.config
+    watch = control.keys
     authority = Authority(
-        AdminKey(key_digest), is_local=is_loopback(config.control.host), port=config.control.port
+        AdminKey(key_digest),
+        is_local=is_loopback(config.control.host),
+        port=config.control.port,
+        keys=watch.file if watch is not None else None,
     )
     desk = Desk(control)
     audit = Audit(lambda: desk.registry)
@@ -50,13 +55,23 @@ def build_admin_app(control: Control, key_digest: bytes, *, bundle: Bundle | Non
     _add_open_routes(app, control)
     app.include_router(session_routes(authority, audit, config.model.name))
     app.include_router(api_routes(desk, Actions(desk, audit), settings, audit, holdings))
-    app.include_router(event_routes(Feed(desk, audit, settings, authority)))
+    keys = KeyDesk(watch, desk, audit) if watch is not None else None
+    if watch is not None and keys is not None:
+        app.include_router(key_routes(keys))
+        watch.subscribe(lambda content: _end_sessions(authority, content))
+    app.include_router(event_routes(Feed(desk, audit, settings, authority, keys=keys)))
     _add_document(app)
     _add_pages(app, bundle or Bundle())
     for kind in (PacelineError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, _answer_error)
     app.add_middleware(Guard, authority=authority, refused=audit.request_refused)
     return app
+
+
+def _end_sessions(authority: Authority, content: KeyContent) -> None:
+    """Of keys that are revoked, or no longer there."""
+    valid = {key.id for key in content.keys if key.revoked is None} | {authority.key.id}
+    authority.sessions.keep_only(valid.__contains__)
 
 
 def _add_open_routes(app: FastAPI, control: Control) -> None:

@@ -51,11 +51,18 @@ class Audit:
         return list(reversed(self._waiting))
 
     def note(
-        self, actor: Actor, action: str, subject: str = "", outcome: str = "done", **detail: Any
+        self,
+        actor: Actor,
+        action: str,
+        subject: str = "",
+        outcome: str = "done",
+        *,
+        at: float | None = None,
+        **detail: Any,
     ) -> None:
-        """Something was done, refused or failed."""
+        """Something was done, refused or failed; `at`: if not now, in Unix seconds."""
         row = AuditRow(
-            self._clock(),
+            self._clock() if at is None else at,
             actor.name,
             action,
             subject,
@@ -111,4 +118,6 @@ def _name_of(request: str) -> str:
     last = path.rpartition("/")[2][:40] or "unknown"
     if last == "session":
         return "sign_in" if method == "POST" else "sign_out"
+    if "/keys/" in path or last == "keys":
+        return {"POST": "key_create", "DELETE": "key_revoke"}.get(method, "key_change")
     return last if last.replace("_", "").isalnum() else "unknown"

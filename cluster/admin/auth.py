@@ -25,6 +25,7 @@ from paceline.cluster.admin.problems import AdminError, answer_of, as_admin_erro
 from paceline.cluster.admin.sessions import Attempts, Clock, Session, Sessions
 from paceline.cluster.errors import RequestError
 from paceline.cluster.gateway.auth import check_host
+from paceline.cluster.keys import KeyFile
 
 log = structlog.get_logger(__name__)
 
@@ -67,9 +68,17 @@ class Authority:
     """The key, the sessions made with it, and how often an address may be wrong."""
 
     def __init__(
-        self, key: AdminKey, *, is_local: bool, port: int = 0, clock: Clock = time.monotonic
+        self,
+        key: AdminKey,
+        *,
+        is_local: bool,
+        port: int = 0,
+        keys: KeyFile | None = None,
+        clock: Clock = time.monotonic,
     ) -> None:
+        """`keys`: those of scope admin among them open Control as well."""
         self.key = key
+        self._keys = keys
         self.is_local = is_local
         """Whether only this machine reaches the listener."""
         self.sessions = Sessions(clock)
@@ -79,13 +88,14 @@ class Authority:
         self.cookie = f"paceline_admin_{port}" if is_local else "__Host-paceline_admin"
         self.cookie_path = "/admin" if is_local else "/"
 
-    def check_key(self, text: str, address: str) -> None:
-        """Let a key pass.
+    def check_key(self, text: str, address: str) -> str:
+        """Let a key pass; its id.
 
         Raises:
-            AdminError: it is wrong, there is none to compare with, or this address was wrong too often.
+            AdminError: it is wrong or no operator's, there is none to compare with, or this address was wrong too often.
+            Unavailable: it is not the admin key, and others cannot be checked.
         """
-        if not self.key.exists:
+        if not self.key.exists and (self._keys is None or not self._keys.has_admin()):
             raise AdminError(
                 503,
                 "no_admin_key",
@@ -102,14 +112,25 @@ class Authority:
                 f"wait {wait_s:.0f} s; sessions that are open go on",
                 retry_after_s=wait_s,
             )
-        if not self.key.matches(text):
-            self._wrong.take(place)
+        if self.key.matches(text):
+            return self.key.id
+        found = self._keys.find(text) if self._keys is not None and text else None
+        if found is not None and found.scope == "admin":
+            return found.id
+        if found is not None:
             raise AdminError(
-                401,
-                "wrong_admin_key",
-                "the admin key is not valid",
-                "use the key in PACELINE_ADMIN_KEY or admin.key in PACELINE_HOME of who started the cluster",
+                403,
+                "wrong_scope",
+                f"this API key has the scope {found.scope}: it opens the API at gateways, and nothing here",
+                "use the admin key, or one made with `paceline keys create NAME --scope admin`",
             )
+        self._wrong.take(place)
+        raise AdminError(
+            401,
+            "wrong_admin_key",
+            "the admin key is not valid",
+            "use the key in PACELINE_ADMIN_KEY or admin.key in PACELINE_HOME of who started the cluster",
+        )
 
     def session_of(self, headers: Headers, *, touch: bool = True) -> Session | None:
         """The living session whose cookie came along."""
@@ -183,8 +204,8 @@ class Guard:
         if given:
             scheme, _, text = given[0].partition(" ")
             is_bearer = len(given) == 1 and scheme.lower() == "bearer"
-            self._authority.check_key(text.strip() if is_bearer else "", address)
-            return Actor(f"key:{self._authority.key.id}", address)
+            id = self._authority.check_key(text.strip() if is_bearer else "", address)
+            return Actor(f"key:{id}", address)
         is_stream = path == f"{API}/events"
         session = self._authority.session_of(headers, touch=not is_stream)
         is_safe = method in _SAFE

@@ -26,6 +26,7 @@ from paceline.cluster.admin import answers, desk_answers
 from paceline.cluster.admin.audit import Audit
 from paceline.cluster.admin.auth import API, Actor, Authority
 from paceline.cluster.admin.desk import Desk
+from paceline.cluster.admin.key_desk import KeyDesk
 from paceline.cluster.admin.problems import AdminError
 from paceline.cluster.admin.sessions import Session
 from paceline.cluster.admin.settings import Settings
@@ -87,8 +88,16 @@ class Feed:
     """Events for all who look."""
 
     def __init__(
-        self, desk: Desk, audit: Audit, settings: Settings, authority: Authority, *, period_s: float = 1.0
+        self,
+        desk: Desk,
+        audit: Audit,
+        settings: Settings,
+        authority: Authority,
+        *,
+        keys: KeyDesk | None = None,
+        period_s: float = 1.0,
     ) -> None:
+        self._keys = keys
         self._desk = desk
         self._audit = audit
         self._settings = settings
@@ -243,6 +252,7 @@ class Feed:
             }
         state["audit"] = self._audit.changes
         state["settings"] = self._settings.changes
+        state["keys"] = self._keys.changes if self._keys is not None else 0
         return {name: _print(value) for name, value in state.items()}
 
     def _sums(self) -> dict[tuple[str, str], _Sums]:

@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import pyarrow.parquet as pq
 import structlog
@@ -16,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from paceline.cluster.admin import answers
 from paceline.cluster.admin.desk import Desk
 from paceline.cluster.errors import PacelineError
-from paceline.cluster.keys import KeyFile, needs_keys
+from paceline.cluster.keys import KeyFile, key_file_path, needs_keys
 from paceline.cluster.learning.capture import shards
 from paceline.cluster.learning.consent import LOCAL_TENANT
 from paceline.cluster.learning.storage import FileSystem, home, learning_folder
@@ -178,9 +177,8 @@ class Holdings:
         rules = {LOCAL_TENANT: config.learning.capture.local_consent}
         if not needs_keys(config.gateway.auth, config.gateway.host):
             return dict(rules)
-        path = home() / "keys.json" if config.gateway.keys_file == "auto" else Path(config.gateway.keys_file)
         try:
-            keys = KeyFile(path).read()
+            keys = KeyFile(key_file_path(config.gateway.keys_file, home())).read()
         except PacelineError:
             return {}
         return {key.owner: key.capture for key in keys if key.revoked is None}

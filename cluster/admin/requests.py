@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
@@ -20,6 +20,33 @@ class SignIn(Body):
     """What opens a session."""
 
     key: Annotated[str, Field(min_length=1, max_length=512)]
+
+
+Amount = Annotated[StrictInt, Field(ge=0, le=1_000_000_000)]
+
+
+class KeyCreate(Body):
+    """A new API key."""
+
+    name: Annotated[str, Field(min_length=1, max_length=80)]
+    """Whose it is, or what for."""
+    tenant: Annotated[str, Field(max_length=80)] = ""
+    """Whose requests those with it are; the name, if left out."""
+    scope: Literal["user", "admin"] = "user"
+    capture: Literal["never", "asked", "default"] = "never"
+    requests_per_minute: Amount = 0
+    """0 is the configuration's default, here and below."""
+    tokens_per_minute: Amount = 0
+    concurrency: Amount = 0
+
+
+class KeyUpdate(Body):
+    """What to change of an API key; what is left out stays."""
+
+    capture: Literal["never", "asked", "default"] | None = None
+    requests_per_minute: Amount | None = None
+    tokens_per_minute: Amount | None = None
+    concurrency: Amount | None = None
 
 
 class SettingsChange(Body):

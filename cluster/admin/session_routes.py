@@ -33,14 +33,14 @@ def session_routes(authority: Authority, audit: Audit, model: str) -> APIRouter:
         """Show the admin key and get a session, as a cookie that scripts cannot read."""
         stranger = Actor("nobody", address_of(request.scope))
         try:
-            authority.check_key(body.key, stranger.address)
+            key_id = authority.check_key(body.key, stranger.address)
         except AdminError as error:
             audit.note_refusal(stranger, "sign_in_failed", error)
             raise
         earlier = authority.session_of(request.headers, touch=False)
         if earlier is not None:
             authority.sessions.close(earlier)
-        session, cookie = authority.sessions.open(stranger.address)
+        session, cookie = authority.sessions.open(stranger.address, key_id)
         response.set_cookie(
             authority.cookie,
             cookie,
@@ -51,7 +51,7 @@ def session_routes(authority: Authority, audit: Audit, model: str) -> APIRouter:
             samesite="strict",
         )
         actor = Actor(f"session:{session.id}", stranger.address, session)
-        audit.note(actor, "sign_in", f"key:{authority.key.id}")
+        audit.note(actor, "sign_in", f"key:{key_id}")
         return answer(actor)
 
     @router.get(SESSION_PATH, responses=refusals(401, 422))

@@ -34,6 +34,8 @@ class Session:
     used: float
     is_closed: bool = False
     address: str = ""
+    key_id: str = ""
+    """Of the key that opened it."""
 
     def allows(self, token: str) -> bool:
         """Whether `token` is this session's own, in the same time wherever it differs."""
@@ -47,7 +49,7 @@ class Sessions:
     clock: Clock
     _all: dict[bytes, Session] = field(default_factory=dict)
 
-    def open(self, address: str) -> tuple[Session, str]:
+    def open(self, address: str, key_id: str = "") -> tuple[Session, str]:
         """A new session and its cookie. Its name is never taken from outside: nobody can fix one in advance."""
         self._sweep()
         while len(self._all) >= _MAX_SESSIONS:
@@ -56,7 +58,12 @@ class Sessions:
         now = self.clock()
         cookie = secrets.token_urlsafe(_TOKEN_BYTES)
         session = Session(
-            secrets.token_hex(4), secrets.token_urlsafe(_TOKEN_BYTES), now, now, address=address
+            secrets.token_hex(4),
+            secrets.token_urlsafe(_TOKEN_BYTES),
+            now,
+            now,
+            address=address,
+            key_id=key_id,
         )
         self._all[_digest(cookie)] = session
         return session, cookie
@@ -82,6 +89,12 @@ class Sessions:
     def close(self, session: Session) -> None:
         """Sign out."""
         session.is_closed = True
+        self._sweep()
+
+    def keep_only(self, is_valid: Callable[[str], bool]) -> None:
+        """End the sessions of keys that are valid no longer."""
+        for session in self._all.values():
+            session.is_closed = session.is_closed or not is_valid(session.key_id)
         self._sweep()
 
     def _sweep(self) -> None:

@@ -19,7 +19,7 @@ def authenticate(headers: Headers, store: KeyStore) -> Key:
     """The key of `Authorization: Bearer KEY`.
 
     Raises:
-        RequestError: 401; there is none, or it is not valid. The message never repeats it.
+        RequestError: 401; there is none, or it is not valid. The message never repeats it. 403; it is an operator's.
         Unavailable: keys cannot be checked.
     """
     given = headers.getlist("authorization")
@@ -30,6 +30,12 @@ def authenticate(headers: Headers, store: KeyStore) -> Key:
     if key is None:
         raise _refusal(
             "the API key is not valid; expected `Authorization: Bearer KEY` with a key that was not revoked"
+        )
+    if key.scope != "user":
+        raise RequestError(
+            f"this API key has the scope {key.scope}: it opens Control and not this API; expected one of scope user",
+            code="wrong_scope",
+            status=403,
         )
     return key
 

@@ -21,6 +21,8 @@ from paceline.cluster.admission import Quarantine, request_digest
 from paceline.cluster.config import ClusterConfig
 from paceline.cluster.errors import Overloaded, RequestError, Unavailable, WireError
 from paceline.cluster.gateway.crashes import CrashRecord
+from paceline.cluster.gateway.known_keys import KnownKeys
+from paceline.cluster.gateway.limits import RouterCounter
 from paceline.cluster.gateway.streams import StreamEvent, StreamReport
 from paceline.cluster.membership import Member
 from paceline.cluster.metrics import Metrics
@@ -33,12 +35,14 @@ from paceline.cluster.types import (
     QUARANTINED,
     SOURCE_NAMES,
     Abort,
+    Admitted,
     Assignment,
     Cancel,
     Delta,
     Deltas,
     Directory,
     Generate,
+    KeySet,
     Message,
     Prefill,
     PrefillLost,
@@ -103,8 +107,15 @@ def _worker_crashed(message: str) -> RequestError:
 class ClusterStreams:
     """`Streams` over the framed connections; also the `Resident` of a gateway process."""
 
-    def __init__(self, config: ClusterConfig, metrics: Metrics) -> None:
+    def __init__(self, config: ClusterConfig, metrics: Metrics, *, keys: KnownKeys | None = None) -> None:
+        """`keys`: told of every key that Control has, where keys are asked for."""
         self._config = config
+        self._keys = keys
+        self.counter = RouterCounter(
+            router=lambda: self.member.router,
+            num_gateways=lambda: sum(w.role == "gateway" for w in self.member.directory.workers),
+        )
+        """Of requests of keys that have limits."""
         self._policy = Policy.of(config)
         self._metrics = metrics
         self._member: Member | None = None
@@ -159,6 +170,11 @@ class ClusterStreams:
                 waiting = self._routes.pop((request_id, epoch), None)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(message)
+            case Admitted():
+                self.counter.on_answer(message)
+            case KeySet(keys):
+                if self._keys is not None:
+                    self._keys.tell(keys)
             case Abort(request_id, epoch, reason):
                 attempt = self._attempts.get((request_id, epoch))
                 if attempt is not None and attempt.decode is peer:
@@ -170,6 +186,7 @@ class ClusterStreams:
 
     def on_peer_lost(self, peer: wire.Peer) -> None:
         if self.member.router is None:
+            self.counter.on_router_lost()
             for waiting in self._routes.values():
                 if not waiting.done():
                     waiting.set_result(None)
@@ -195,6 +212,7 @@ class ClusterStreams:
             self._told = router
             for attempt in self._attempts.values():
                 router.send(attempt.busy)
+            self.counter.on_router(router)
             digests = self._quarantine.living(time.monotonic())
             if digests:
                 router.send(QuarantineNotice(digests))

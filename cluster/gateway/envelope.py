@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.cluster.errors import RequestError
 from paceline.cluster.gateway.auth import OPEN_PATHS, authenticate, check_host
+from paceline.cluster.gateway.cors import Cors
 from paceline.cluster.gateway.journal import Journal, Record
 from paceline.cluster.gateway.problems import problem_of
 from paceline.cluster.keys import Key, KeyStore
@@ -41,8 +42,11 @@ class Caller:
     """What its log line and its trace are made of."""
 
     def salt(self, salt: str) -> str:
-        """Who shares computed prefixes: with keys, only requests of one key. Others could tell from the time it takes."""
-        return salt if self.key is None else f"{self.key.id}/{salt}"
+        """Who shares computed prefixes: with keys, only requests of one tenant. Others could tell from the time it takes.
+
+        No tenant has a control character in its name, so none can choose a salt that makes it another.
+        """
+        return salt if self.key is None else f"{self.key.owner}\0{salt}"
 
 
 class Envelope:
@@ -62,8 +66,10 @@ class Envelope:
         max_body_bytes: int,
         body_timeout_s: float,
         routes: Collection[str],
+        cors: Cors,
     ) -> None:
         self._app = app
+        self._cors = cors
         self._metrics = metrics
         self._journal = journal
         self._keys = keys
@@ -99,9 +105,15 @@ class Envelope:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = request_id
+                self._cors.mark(message, headers)
             await send(message)
 
         try:
+            if self._cors.is_preflight(scope["method"], headers):
+                if self._only_local:
+                    check_host(headers)
+                await self._cors.answer_preflight(send_with_id)
+                return
             key = self._admit(scope["path"], headers)
             record.key_id = key.id if key is not None else ""
             caller = Caller(request_id, stream_id, record.received, key, record=record)

@@ -15,11 +15,13 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 
 from paceline.cluster.config import ClusterConfig
-from paceline.cluster.errors import PacelineError, RequestError, Unavailable
+from paceline.cluster.errors import PacelineError, RateLimited, RequestError, Unavailable
 from paceline.cluster.gateway import replies, sse
 from paceline.cluster.gateway.choices import Choice, run_choices
+from paceline.cluster.gateway.cors import Cors
 from paceline.cluster.gateway.envelope import Caller, Envelope
 from paceline.cluster.gateway.journal import Journal
+from paceline.cluster.gateway.limits import Counter, Door, LocalCounter, Pass
 from paceline.cluster.gateway.logprobs import TokenNames
 from paceline.cluster.gateway.openapi import describe
 from paceline.cluster.gateway.problems import problem_of
@@ -52,6 +54,11 @@ class Prepared:
     echoes: list[str] | None = None
     """Text to put before each prompt's answers."""
 
+    @property
+    def max_cost(self) -> int:
+        """Tokens that it may cost at most, as its key's limits count them."""
+        return sum(map(len, self.prompts)) + sum(self.limits) * self.body.n
+
 
 class Ingress:
     """The routes' work: check, tokenise, start streams, answer."""
@@ -64,8 +71,10 @@ class Ingress:
         metrics: Metrics,
         *,
         max_context: int,
+        counter: Counter | None = None,
     ) -> None:
         self._config = config
+        self._door = Door(counter or LocalCounter(), config.limits.of_a_key)
         self._streams = streams
         self._tokenizer = tokenizer
         self._names = TokenNames(tokenizer)
@@ -117,14 +126,27 @@ class Ingress:
         body = prepared.body
         seed = body.chosen_seed()
         dressed = style(self._names, body.num_logprobs or 0)
-        session = self._start(prepared, dressed, seed, request.state.caller)
-        request.state.caller.record.session = session
-        headers = {"x-paceline-seed": str(seed)}
+        caller: Caller = request.state.caller
+        session = self._start(prepared, dressed, seed, caller)
+        caller.record.session = session
         if body.stream:
             session = self._resume(session, request.headers)
-            return sse.EventStream(session.frames(), headers)
-        answer = await sse.until_disconnect(request.receive, session.whole())
+        passed = await self._enter(caller, prepared)
+        headers = {"x-paceline-seed": str(seed), **passed.headers}
+        if body.stream:
+            return sse.EventStream(session.frames(), headers, on_end=lambda: passed.settle(session.num_used))
+        try:
+            answer = await sse.until_disconnect(request.receive, session.whole())
+        finally:
+            passed.settle(session.num_used)
         return Response(answer, headers=headers, media_type="application/json")
+
+    async def _enter(self, caller: Caller, prepared: Prepared) -> Pass:
+        try:
+            return await self._door.enter(caller.key, prepared.max_cost)
+        except RateLimited:
+            self._metrics.turned_away.labels("key_limit").inc()
+            raise
 
     def _resume(self, session: Session, headers: Headers) -> Session:
         """Events get ids for clients that say they read event streams: widespread ones choke on any line but data."""
@@ -297,6 +319,7 @@ def build_app(
     max_context: int,
     keys: KeyStore | None = None,
     journal: Journal | None = None,
+    counter: Counter | None = None,
 ) -> FastAPI:
     """The gateway's HTTP application.
 
@@ -304,8 +327,9 @@ def build_app(
         max_context: tokens of prompt and output together, already the smaller of configuration and model.
         keys: who may use it; None lets everybody.
         journal: where requests leave their log lines and traces; by default they leave lines.
+        counter: who counts requests of keys with limits; this process alone by default.
     """
-    ingress = Ingress(config, streams, tokenizer, metrics, max_context=max_context)
+    ingress = Ingress(config, streams, tokenizer, metrics, max_context=max_context, counter=counter)
     only_local = keys is None and config.gateway.auth == "auto" and is_loopback(config.gateway.host)
     app = FastAPI(title="Paceline", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.post("/v1/chat/completions")(ingress.chat)
@@ -325,12 +349,13 @@ def build_app(
         max_body_bytes=config.gateway.max_body_bytes,
         body_timeout_s=config.gateway.client_timeout_s,
         routes=("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/", "/health", "/ready"),
+        cors=Cors(config.gateway.cors_origins),
     )
     document = describe(
         config.model.name,
         max_context=max_context,
         vocab_size=tokenizer.vocab_size,
-        refusals=[401] if keys is not None else [421] if only_local else [],
+        refusals=[401, 403] if keys is not None else [421] if only_local else [],
     )
     app.openapi = lambda: document  # type: ignore[method-assign]
     return app

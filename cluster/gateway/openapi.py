@@ -19,6 +19,7 @@ _REF = "#/components/schemas/{}"
 _PROBLEMS = {
     400: "The request is not one that can be served; `param` names the field.",
     401: "No valid API key.",
+    403: "The API key is an operator's.",
     404: "There is no such model or path.",
     408: "The body did not arrive in time.",
     409: "The answer that Last-Event-ID names cannot be continued.",

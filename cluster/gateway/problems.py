@@ -11,7 +11,7 @@ import structlog
 from fastapi import Response
 from starlette.exceptions import HTTPException
 
-from paceline.cluster.errors import Overloaded, PacelineError, RequestError, Unavailable
+from paceline.cluster.errors import Overloaded, PacelineError, RateLimited, RequestError, Unavailable
 
 log = structlog.get_logger()
 
@@ -74,6 +74,10 @@ def problem_of(error: Exception) -> Problem:
             ErrorObject(f"{error}; try again later", "service_unavailable_error", None, "unavailable")
         )
         return Problem(503, body, {"retry-after": str(_RETRY_AFTER_S)})
+    if isinstance(error, RateLimited):
+        body = ErrorBody(ErrorObject(str(error), "rate_limit_error", None, "rate_limit_exceeded"))
+        headers = {**error.headers, "retry-after": str(max(1, math.ceil(error.retry_after_s)))}
+        return Problem(429, body, headers)
     if isinstance(error, Overloaded):
         body = ErrorBody(ErrorObject(f"{error}; try again later", "rate_limit_error", None, "overloaded"))
         return Problem(429, body, {"retry-after": str(math.ceil(error.retry_after_s))})

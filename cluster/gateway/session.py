@@ -36,6 +36,11 @@ class Session:
     cursor: Cursor | None = None
     """Where the client is, if its events have ids."""
 
+    @property
+    def num_used(self) -> int:
+        """Tokens of prompts and answers so far, as `usage` tells them."""
+        return self.num_prompt + sum(choice.num_tokens for choice in self.choices)
+
     async def whole(self) -> bytes:
         """All text, then one JSON body."""
         texts: dict[int, list[str]] = {choice.index: [] for choice in self.choices}

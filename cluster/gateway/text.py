@@ -116,7 +116,10 @@ class Tokenizer:
                 message["role"] = "system"
         try:
             return self._template.render(messages=chat, add_generation_prompt=True, **self._special_texts)
-        except (jinja2.TemplateError, TypeError) as error:
+        except (
+            *(jinja2.TemplateError, TypeError, ValueError, AttributeError),
+            *(ArithmeticError, LookupError, RecursionError),
+        ) as error:
             raise RequestError(
                 f"messages: the model's chat template refuses them: {error}", param="messages"
             ) from error

@@ -1,7 +1,7 @@
 // Vite's server -> the admin API of a made-up cluster. `npm run dev`, then any key. ?off and ?empty in `POST /admin/api/dev` change it.
 import type { IncomingMessage, ServerResponse } from "node:http";
 import type { Connect, Plugin } from "vite";
-import type { ActionBody, ActionName } from "../src/api.ts";
+import type { ActionBody, ActionName, KeyCreate, KeyUpdate } from "../src/api.ts";
 import { Refusal, World } from "./world.ts";
 
 const CSP =
@@ -41,6 +41,10 @@ function handler(): Connect.NextHandleFunction {
       return session();
     }
     if (what === "actions") return world.act(id as ActionName, await body<ActionBody>(request));
+    if (what === "keys" && request.method === "POST") return world.makeKey(await body<KeyCreate>(request));
+    if (what === "keys" && request.method === "PATCH") return world.changeKey(id, await body<KeyUpdate>(request));
+    if (what === "keys" && request.method === "DELETE") return world.changeKey(id, null);
+    if (what === "keys") return world.keys();
     if (what === "versions" && id) return world.detail(id);
     if (what === "versions")
       return page([...world.drafts].reverse().map((draft) => world.summary(draft)).filter((one) => (!query.get("state") || one.state === query.get("state")) && (one.version + one.reason).includes(query.get("q") ?? "")));

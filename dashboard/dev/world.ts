@@ -2,8 +2,10 @@
 import type {
   ActionBody,
   ActionName,
+  ApiKey,
   AuditRow,
   Capture,
+  CreatedKey,
   DepthRow,
   DriftDomain,
   FigurePoint,
@@ -11,6 +13,10 @@ import type {
   FiguresDelta,
   GateReport,
   Guard,
+  KeyCreate,
+  KeyLimits,
+  Keys,
+  KeyUpdate,
   Ledger,
   LineageNode,
   Mark,
@@ -433,6 +439,40 @@ export class World {
       ] : [],
       deletions: on ? [{ id: "d1", at: this.began - 7000, who: "key:5a1c", what: "request:req-91ab", state: "done", num_requests: 1, versions: ["51d0b2e8aa19"] }] : [],
     };
+  }
+
+  apiKeys: ApiKey[] = [
+    { id: "0a1b2c3d4e5f", name: "web", tenant: "acme", scope: "user", capture: "default", created: now() - 900_000, revoked: null, limits: { requests_per_minute: 600, tokens_per_minute: 200_000, concurrency: 32 } },
+    { id: "5a1c00000000", name: "alice", tenant: "alice", scope: "admin", capture: "never", created: now() - 800_000, revoked: null, limits: { requests_per_minute: 0, tokens_per_minute: 0, concurrency: 0 } },
+    { id: "77aa11bb22cc", name: "old ci", tenant: "old ci", scope: "user", capture: "never", created: now() - 990_000, revoked: now() - 5000, limits: { requests_per_minute: 0, tokens_per_minute: 0, concurrency: 0 } },
+  ];
+
+  keys(): Keys {
+    return { keys: [...this.apiKeys].reverse(), asked: !this.isOff, defaults: { requests_per_minute: 0, tokens_per_minute: 0, concurrency: 8 }, trouble: "" };
+  }
+
+  makeKey({ name, tenant, scope, capture, ...limits }: KeyCreate): CreatedKey {
+    const id = Math.floor(random(this.apiKeys.length) * 0xffffffffffff).toString(16).padStart(12, "0");
+    const all: KeyLimits = { requests_per_minute: 0, tokens_per_minute: 0, concurrency: 0, ...limits };
+    const key: ApiKey = { id, name, tenant: tenant || name, scope: scope ?? "user", capture: capture ?? "never", created: now(), revoked: null, limits: all };
+    this.apiKeys.push(key);
+    this.note("key:5a1c", "key_create", id, "");
+    this.changed.add("keys");
+    return { key, secret: `pl_${id}_${"x".repeat(43)}` };
+  }
+
+  changeKey(id: string, body: KeyUpdate | null): ApiKey {
+    const key = this.apiKeys.find((one) => one.id === id);
+    if (!key) throw new Refusal(404, `there is no key ${id}`);
+    if (body === null) key.revoked = now();
+    else {
+      const { capture, ...limits } = body;
+      key.capture = capture ?? key.capture;
+      key.limits = { ...key.limits, ...limits };
+    }
+    this.note("key:5a1c", body === null ? "key_revoke" : "key_change", id, "");
+    this.changed.add("keys");
+    return key;
   }
 
   settings(): Setting[] {

@@ -658,6 +658,70 @@ export interface SettingsChange {
   values: Record<string, number | boolean | string | null>;
 }
 
+// --- API keys ---------------------------------------------------------------------------------------------
+
+/** user opens the API at gateways, admin opens Control. */
+export type KeyScope = "user" | "admin";
+/** What of a key's requests may be kept for training: none, those with store=true, those without store=false. */
+export type CaptureRule = "never" | "asked" | "default";
+
+/** 0 is no limit, or in a key the configuration's. */
+export interface KeyLimits {
+  requests_per_minute: number;
+  tokens_per_minute: number;
+  concurrency: number;
+}
+
+export interface ApiKey {
+  /** Part of the key's text, and all of it that is ever shown. */
+  id: string;
+  name: string;
+  tenant: string;
+  scope: KeyScope;
+  capture: CaptureRule;
+  created: number;
+  revoked: number | null;
+  limits: KeyLimits;
+}
+
+/** GET /admin/api/keys -> Keys. */
+export interface Keys {
+  /** The latest first. */
+  keys: ApiKey[];
+  /** Whether gateways let nobody in without one. */
+  asked: boolean;
+  /** Of keys without limits of their own. */
+  defaults: KeyLimits;
+  /** Why the key file cannot be read; "" if it can. */
+  trouble: string;
+}
+
+/** POST /admin/api/keys (CSRF): body KeyCreate -> CreatedKey. Audited, as all changes of keys are, those by command too. */
+export interface KeyCreate {
+  name: string;
+  /** Whose requests those with it are; the name, if left out. */
+  tenant?: string;
+  scope?: KeyScope;
+  capture?: CaptureRule;
+  requests_per_minute?: number;
+  tokens_per_minute?: number;
+  concurrency?: number;
+}
+
+export interface CreatedKey {
+  key: ApiKey;
+  /** Its text: kept nowhere, never shown again. */
+  secret: string;
+}
+
+/** PATCH /admin/api/keys/{id} (CSRF): body KeyUpdate -> ApiKey; what is left out stays. DELETE revokes: -> ApiKey. */
+export interface KeyUpdate {
+  capture?: CaptureRule;
+  requests_per_minute?: number;
+  tokens_per_minute?: number;
+  concurrency?: number;
+}
+
 // --- actions ----------------------------------------------------------------------------------------------
 
 /**
@@ -750,7 +814,8 @@ export type Resource =
   | "guard"
   | "capture"
   | "audit"
-  | "settings";
+  | "settings"
+  | "keys";
 
 export interface Changed {
   what: Resource[];

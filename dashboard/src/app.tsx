@@ -8,6 +8,7 @@ import { applyTheme, type Theme, useTheme } from "./look.ts";
 import { AuditPage } from "./pages/audit.tsx";
 import { CapturePage } from "./pages/capture.tsx";
 import { DriftPage } from "./pages/drift.tsx";
+import { KeysPage } from "./pages/keys.tsx";
 import { LedgerPage } from "./pages/ledger.tsx";
 import { OverviewPage } from "./pages/overview.tsx";
 import { SettingsPage } from "./pages/settings.tsx";
@@ -27,6 +28,7 @@ const PAGES: { page: string; name: string; icon: string; show: (id: string) => R
   { page: "drift", name: "Drift and guard", icon: "M12 3l8 3v6c0 5-4 8-8 9-4-1-8-4-8-9V6z", show: () => <DriftPage /> },
   { page: "workers", name: "Workers", icon: "M4 4h7v7H4zM13 4h7v7h-7zM4 13h7v7H4zM13 13h7v7h-7z", show: () => <WorkersPage /> },
   { page: "capture", name: "Capture and privacy", icon: "M6 11V8a6 6 0 0 1 12 0v3M4 11h16v10H4z", show: () => <CapturePage /> },
+  { page: "keys", name: "API keys", icon: "M15 9a4 4 0 1 1-4 4M11 13L3 21M6 18l2 2M8 16l2 2", show: () => <KeysPage /> },
   { page: "audit", name: "Audit", icon: "M5 4h14v16H5zM9 9h6M9 13h6M9 17h3", show: () => <AuditPage /> },
   { page: "settings", name: "Settings", icon: "M4 7h10M18 7h2M4 17h2M10 17h10M16 5v4M8 15v4", show: () => <SettingsPage /> },
 ];

@@ -26,6 +26,7 @@ const ALL: ReadonlySet<Resource> = new Set<Resource>([
   "capture",
   "audit",
   "settings",
+  "keys",
 ]);
 const RETRY_MS = 2000;
 /** An `overview` comes each second; a stream that is silent for this long is as good as lost. */

@@ -21,13 +21,12 @@ import psutil
 from paceline.cluster.admin.key import read_admin_key
 from paceline.cluster.config import ClusterConfig, EngineConfig, model_folder
 from paceline.cluster.errors import ConfigError, PacelineError
-from paceline.cluster.keys import is_loopback
+from paceline.cluster.keys import KeyFile, check_guarded, is_loopback, key_file_path, needs_keys
 from paceline.cluster.learning.storage import home as learning_home
 from paceline.cluster.model_files import check_model_files, weight_files
 from paceline.cluster.pair import check_pair
 from paceline.deploy import local
 from paceline.deploy.doctor.findings import Check, Finding, fail, ok, skip, warn
-from paceline.deploy.keys import keys_for
 from paceline.deploy.placement import link_address, local_addresses
 from paceline.deploy.ray_deploy import ray_token
 
@@ -98,7 +97,7 @@ class Machine:
             )
         if has_driver and torch.version.cuda is None:
             return warn("torch", f"{build}, on a machine with a GPU", cuda)
-        if not torch.backends.mkldnn.is_available():
+        if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
             return fail(
                 "torch",
                 f"{build} without oneDNN, on which steps on CPU are built",
@@ -268,8 +267,12 @@ class Machine:
 
     def keys(self) -> Iterator[Finding]:
         gateway, control = self.config.gateway, self.config.control
-        store = keys_for(gateway)  # raises where others could use the gateway without a key
-        yield ok("API keys", "off: only this machine reaches the gateway" if store is None else "asked for")
+        store = KeyFile(key_file_path(gateway.keys_file, local.home()))
+        check_guarded(
+            gateway.auth, gateway.host, store
+        )  # raises where others could use the gateway without a key
+        are_asked_for = needs_keys(gateway.auth, gateway.host)
+        yield ok("API keys", "asked for" if are_asked_for else "off: only this machine reaches the gateway")
         if read_admin_key(local.admin_key_path()) is not None:
             yield ok("admin key", "is there, and its owner's only")
         elif is_loopback(control.host):

@@ -47,7 +47,7 @@ def test_the_file_holds_hashes_and_is_its_owners_alone(store: KeyFile) -> None:
     finally:
         os.umask(before)
 
-    assert text.rpartition("_")[2] not in store.path.read_text()
+    assert text[16:] not in store.path.read_text()
     for file in store.path.parent.iterdir():
         assert stat.S_IMODE(file.stat().st_mode) == 0o600, file
     assert {file.name for file in store.path.parent.iterdir()} == {"keys.json", "keys.json.lock"}
@@ -127,15 +127,15 @@ def test_a_key_says_whose_it_is_and_what_may_be_kept(store: KeyFile) -> None:
     assert (plain.owner, plain.capture) == ("ci", "never")
     assert (key.owner, key.capture) == ("acme", "asked")
     assert store.find(text) == key
-    changed = store.consent(key.id, "never")
+    changed = store.change(key.id, capture="never")
     assert store.find(text) == changed and changed.capture == "never"
-    for wrong in (lambda: store.create("x", capture="always"), lambda: store.consent(key.id, "yes")):
+    for wrong in (lambda: store.create("x", capture="always"), lambda: store.change(key.id, capture="yes")):
         with pytest.raises(ConfigError, match="expected one of never, asked, default"):
             wrong()
     with pytest.raises(ConfigError, match="tenant"):
         store.create("x", tenant="a\nb")
     with pytest.raises(ConfigError, match="no such key"):
-        store.consent("nope", "never")
+        store.change("nope", capture="never")
     assert len(store.read()) == 2
 
 

@@ -14,6 +14,7 @@ import structlog.testing
 from paceline.cluster import wire
 from paceline.cluster.config import ClusterConfig, load_config
 from paceline.cluster.prefixes import MARK_BYTES, prefix_marks
+from paceline.cluster.rates import Limits
 from paceline.cluster.router import (
     STREAM_TOKENS,
     Candidate,
@@ -31,6 +32,8 @@ from paceline.cluster.types import (
     NO_ROOM,
     NO_WORKER,
     QUARANTINED,
+    Admit,
+    Admitted,
     Assignment,
     Cancel,
     Directory,
@@ -40,6 +43,7 @@ from paceline.cluster.types import (
     Register,
     Role,
     Route,
+    Settle,
     Snapshot,
     WorkerInfo,
 )
@@ -283,6 +287,7 @@ class FakeMember:
         self.directories: list[Directory] = []
         self.assignments: list[Assignment] = []
         self.snapshots: list[Snapshot] = []
+        self.admitted: list[Admitted] = []
         self.is_closed = False
         self.peer: wire.Peer | None = None
         self._changed = asyncio.Event()
@@ -298,6 +303,8 @@ class FakeMember:
                 self.assignments.append(message)
             case Snapshot():
                 self.snapshots.append(message)
+            case Admitted():
+                self.admitted.append(message)
         self._changed.set()
 
     def on_close(self, peer: wire.Peer) -> None:
@@ -541,6 +548,40 @@ async def test_a_quarantined_request_is_turned_away_by_every_gateway_s_router() 
 
         assert (refused.decode, refused.reason) == (None, QUARANTINED)
         assert served.decode == D1
+
+
+async def test_a_key_s_requests_are_counted_over_all_gateways_and_a_dead_one_s_places_are_free() -> None:
+    """Over real connections, whatever the requests are called at each gateway."""
+    limits = Limits(0, 100, 2)
+    async with running() as (_, join):
+        one, two = [
+            await join(msgspec.structs.replace(D1, worker_id=f"gateway-{n}", role="gateway", incarnation=n))
+            for n in (101, 102)
+        ]
+        one.send(Admit("door-1", "k", limits, 60))
+        await one.until(lambda: one.admitted)
+        two.send(Admit("door-1", "k", limits, 50))
+        two.send(Admit("door-2", "k", limits, 40))
+        two.send(Admit("door-3", "other", limits, 100))
+        two.send(Admit("door-4", "k", limits, 0))
+        await two.until(lambda: len(two.admitted) == 4)
+        assert [a.standing.exceeded for a in two.admitted] == ["tokens", "", "", "concurrency"]
+        one.send(Settle("door-1", "k", 10))
+        one.send(Admit("door-2", "k", limits, 50))
+        await one.until(lambda: len(one.admitted) == 2)
+        assert [(a.standing.exceeded, a.standing.remaining_tokens) for a in one.admitted] == [
+            ("", 40),
+            ("", 0),
+        ]
+        one.peer.close()
+        await one.until(lambda: one.is_closed)
+        two.send(Settle("door-2", "k", 0))
+        two.send(Admit("door-5", "k", limits, 40))
+        two.send(Admit("door-6", "k", limits, 0))
+        two.send(Admit("door-7", "k", limits, 0))
+        await two.until(lambda: len(two.admitted) == 7)
+
+        assert [a.standing.exceeded for a in two.admitted[4:]] == ["", "", "concurrency"]
 
 
 def test_load_adds_up_to_nothing_whatever_the_gateways_say() -> None:

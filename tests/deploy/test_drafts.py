@@ -23,6 +23,7 @@ from paceline.cluster.admin.bundle import Bundle
 from paceline.cluster.admin.key import hash_key
 from paceline.cluster.config import load_config
 from paceline.cluster.control import Control
+from paceline.cluster.keys import KeyFile
 from paceline.cluster.learning.views import Alarm, Result
 from paceline.cluster.registry.records import AuditRow, Version
 from paceline.cluster.registry.registry import Registry
@@ -53,7 +54,8 @@ def registry(tmp_path: Path) -> Iterator[Registry]:
 
 @pytest.fixture
 def control(tmp_path: Path, registry: Registry) -> Control:
-    control = Control(load_config(None, ["learning.enabled=true", f"learning.storage={tmp_path}/learning"]))
+    config = load_config(None, ["learning.enabled=true", f"learning.storage={tmp_path}/learning"])
+    control = Control(config, keys=KeyFile(tmp_path / "control-keys.json", recheck_s=0.0))
     control.on_directory(Directory(7, WORKERS))
     control.loop = ScriptedLoop(control.config.learning, registry)
     return control
@@ -86,7 +88,7 @@ Run = Callable[..., Done]
 
 @pytest.fixture
 def run(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """`paceline drafts` with these words, the key and the address of the environment; `answer` is what is typed."""
+    """`paceline drafts`, or `keys`, with these words, the key and the address of the environment; `answer` is what is typed."""
     monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "240")
     (tmp_path / "run" / "local").mkdir(parents=True)
@@ -95,7 +97,8 @@ def run(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     (tmp_path / "admin.key").chmod(0o600)
 
     def call(*words: str, answer: str = "") -> Done:
-        monkeypatch.setattr(sys, "argv", ["paceline", "drafts", *words])
+        command = [] if words[0] == "keys" else ["drafts"]
+        monkeypatch.setattr(sys, "argv", ["paceline", *command, *words])
         monkeypatch.setattr(sys, "stdin", io.StringIO(answer))
         capsys.readouterr()
         status = 0
@@ -301,3 +304,49 @@ def test_the_command_is_there(tmp_path: Path) -> None:
 
     assert (done.returncode, done.stdout) == (2, "")
     assert "does not answer" in " ".join(done.stderr.split())
+
+
+# --- paceline keys --url --------------------------------------------------------------------------------------
+
+
+def test_keys_are_made_changed_and_revoked_at_a_control_far_away(
+    run: Run, url: str, control: Control, tmp_path: Path
+) -> None:
+    """With the same words as in a file here, which is not touched; each change is in the audit trail."""
+    given = ("--tenant", "acme", "--concurrency", "3", "--url", url, "--json")
+    made = json.loads(run("keys", "create", "web", *given).out)
+    limited = run("keys", "limit", made["id"], "--requests-per-minute", "60", "--url", url)
+    agreed = run("keys", "consent", made["id"], "--capture", "asked", "--url", url)
+    assert (limited.status, agreed.status) == (0, 0), limited.err + agreed.err
+    assert "60 requests/min, 3 at once" in limited.out
+    [row] = json.loads(run("keys", "list", "--url", url, "--json").out)
+    revoked = run("keys", "revoke", made["id"], "--url", url)
+
+    assert control.keys is not None
+    assert control.keys.file.find(made["key"]) is None and "revoked" in revoked.out
+    assert (row["requests_per_minute"], row["tokens_per_minute"], row["concurrency"]) == (60, 0, 3)
+    assert (row["tenant"], row["scope"], row["capture"], row["revoked"]) == ("acme", "user", "asked", None)
+    assert row.keys() == made.keys() - {"key"}
+    assert not (tmp_path / "keys.json").exists()
+    audited = json.loads(run("audit", "--json").out)["items"]
+    assert [item["action"] for item in audited if item["action"].startswith("key_")] == [
+        "key_revoke", "key_change", "key_change", "key_create",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("revoke", "0" * 12), "there is no key"),
+        (("revoke", "../actions/pause"), "expected letters and digits"),
+        (("create", "x", "--scope", "root"), "scope"),
+        (("create", "x", "--file", "/nowhere"), "--file and --url: give one of them"),
+        (("limit", "0" * 12), "give one of --requests-per-minute"),
+        (("list", "--key", "pla_" + "x" * 40), "the admin key is not valid"),
+    ],
+)
+def test_mistakes_about_keys_are_one_line(run: Run, url: str, words: tuple[str, ...], expected: str) -> None:
+    done = run("keys", *words, "--url", url)
+
+    assert done.status == 2 and expected in done.words, done
+    assert "Traceback" not in done.err

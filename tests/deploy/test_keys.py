@@ -26,7 +26,10 @@ def test_keys_are_created_listed_and_revoked(tmp_path: Path) -> None:
     listed = run(tmp_path, "keys", "list")
     rows = json.loads(run(tmp_path, "keys", "list", "--json").stdout)
     assert [row["name"] for row in rows] == ["ci", "[bold]team a[/bold]"]
-    assert set(rows[0]) == {"id", "name", "created", "revoked", "tenant", "capture"}
+    assert set(rows[0]) == {
+        *("id", "name", "created", "revoked", "tenant", "scope", "capture"),
+        *("requests_per_minute", "tokens_per_minute", "concurrency"),
+    }
     assert "[bold]team a[/bold]" in listed.stdout
     assert shown not in listed.stdout
 
@@ -67,3 +70,23 @@ def test_consent_is_given_and_withdrawn(tmp_path: Path) -> None:
     assert refused.returncode == 2 and "expected one of never, asked, default" in " ".join(
         refused.stderr.split()
     )
+
+
+def test_a_key_has_a_scope_and_limits_of_its_own(tmp_path: Path) -> None:
+    """Given with it, changed later; what is not given stays."""
+    limits = ["--requests-per-minute", "60", "--tokens-per-minute", "9000", "--concurrency", "4"]
+    key = json.loads(run(tmp_path, "keys", "create", "web", *limits, "--json").stdout)
+    admin = json.loads(run(tmp_path, "keys", "create", "alice", "--scope", "admin", "--json").stdout)
+    assert run(tmp_path, "keys", "limit", key["id"], "--concurrency", "0").returncode == 0
+
+    shown = run(tmp_path, "keys", "list").stdout
+    rows = {row["id"]: row for row in json.loads(run(tmp_path, "keys", "list", "--json").stdout)}
+    assert "60 requests/min, 9000 tokens/min" in " ".join(shown.split())
+    assert (rows[key["id"]]["requests_per_minute"], rows[key["id"]]["concurrency"]) == (60, 0)
+    assert rows[admin["id"]]["scope"] == "admin"
+    for wrong, expected in (
+        (["--scope", "root"], "user, admin"),
+        (["--concurrency", "-1"], "concurrency=-1: expected 0.."),
+    ):
+        refused = run(tmp_path, "keys", "create", "x", *wrong)
+        assert refused.returncode == 2 and expected in " ".join(refused.stderr.split())

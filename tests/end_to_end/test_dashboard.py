@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from paceline.cluster.keys import KeyFile
 from scripted_workers import KEY, ScriptedCluster
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install -e '.[dev]'")
@@ -28,8 +29,8 @@ ARGUMENTS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-PAGES = ("overview", "versions", "versions?view=lineage", "training", "ledger", "drift", "workers", "capture", "audit", "settings")  # fmt: skip
-NAMES = ("Overview", "Versions", "Training", "Ledger", "Drift and guard", "Workers", "Capture and privacy", "Audit", "Settings")  # fmt: skip
+PAGES = ("overview", "versions", "versions?view=lineage", "training", "ledger", "drift", "workers", "capture", "keys", "audit", "settings")  # fmt: skip
+NAMES = ("Overview", "Versions", "Training", "Ledger", "Drift and guard", "Workers", "Capture and privacy", "API keys", "Audit", "Settings")  # fmt: skip
 DESKTOP, PHONE = {"width": 1360, "height": 900}, {"width": 360, "height": 780}
 
 pytestmark = [
@@ -308,6 +309,44 @@ def test_an_alarm_is_shown_until_it_is_over(cluster: ScriptedCluster, open_page:
     expect(page.get_by_role("alert")).to_contain_text("there is no trainer", timeout=30_000)
     cluster.trainer_is_gone = False
     expect(page.get_by_role("alert")).to_have_count(0, timeout=30_000)
+
+
+def test_a_key_is_made_shown_once_changed_and_revoked(
+    cluster: ScriptedCluster, open_page: Callable[..., Any], home: Path
+) -> None:
+    """What is shown is the key that opens; afterwards it is nowhere on the page, and the trail has who did what."""
+    store = KeyFile(home / "keys.json", recheck_s=0.0)
+    page = open_page(cluster)
+    sign_in(page)
+    go(page, "API keys")
+    make = page.get_by_role("region", name="New key")
+    make.get_by_label("Name").fill("web")
+    make.get_by_label("Tenant").fill("acme")
+    make.get_by_label("Requests a minute").fill("60")
+    make.get_by_role("button", name="Make key").click()
+    shown = make.locator("code.secret")
+    expect(shown).to_have_text(re.compile("^pl_"))
+    text = shown.inner_text()
+    made = store.find(text)
+    assert made is not None and (made.owner, made.limits.requests_per_minute) == ("acme", 60)
+    row = page.locator("tbody tr").filter(has_text="web")
+    expect(row).to_contain_text("60 requests/min")
+    make.get_by_role("button", name="I have it").click()
+    expect(shown).to_have_count(0)
+    assert text not in page.content()
+
+    row.get_by_role("button", name="Change web").click()
+    change = page.get_by_role("region", name="Change web")
+    change.get_by_label("Requests at once").fill("4")
+    change.get_by_role("button", name="Save").click()
+    expect(row).to_contain_text("60 requests/min, 4 at once")
+    row.get_by_role("button", name="Revoke web").click()
+    confirm(page, "Revoke for good")
+    expect(row).to_contain_text("revoked")
+    assert store.find(text) is None
+    for action in ("key_create", "key_change", "key_revoke"):
+        audited(page, action, made.id)
+    page.context.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

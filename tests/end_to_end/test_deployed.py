@@ -78,6 +78,45 @@ def test_strangers_are_kept_out(deployed: Deployed) -> None:
     assert httpx.get(f"{control}/admin/api/versions").status_code in (401, 403)
 
 
+def test_keys_are_made_limited_and_revoked_while_the_cluster_runs(deployed: Deployed) -> None:
+    """By Control's API, which the gateway follows; the router counts. Revoked, a key is refused within two seconds."""
+    control = f"http://127.0.0.1:{deployed.tree['control']['port']}"
+    headers = {"authorization": f"Bearer {deployed.admin}"}
+    body = {"name": "limited", "requests_per_minute": 2, "tokens_per_minute": 100_000}
+    made = httpx.post(f"{control}/admin/api/keys", json=body, headers=headers)
+    assert made.status_code == 201, made.text
+    key, secret = made.json()["key"], made.json()["secret"]
+
+    def ask(path: str = "/v1/completions") -> httpx.Response:
+        asked = {"model": "paceline-small", "prompt": "1 + 1", "max_tokens": 4, "seed": 1}
+        bearer = {"authorization": f"Bearer {secret}"}
+        if path != "/v1/completions":
+            return httpx.get(f"{deployed.gateway}{path}", headers=bearer)
+        return httpx.post(f"{deployed.gateway}{path}", json=asked, headers=bearer, timeout=60.0)
+
+    def seconds_until(status: int) -> float:
+        began = time.monotonic()
+        while ask("/v1/models").status_code != status:
+            assert time.monotonic() - began < 10, status
+            time.sleep(0.02)
+        return time.monotonic() - began
+
+    assert seconds_until(200) < 2.0
+    answers = [ask() for _ in range(3)]
+    user = httpx.get(f"{control}/admin/api/keys", headers={"authorization": f"Bearer {secret}"})
+    revoked = httpx.delete(f"{control}/admin/api/keys/{key['id']}", headers=headers)
+    took_s = seconds_until(401)
+
+    assert [answer.status_code for answer in answers] == [200, 200, 429], answers[0].text
+    assert [answer.headers["x-ratelimit-remaining-requests"] for answer in answers] == ["1", "0", "0"]
+    used = answers[0].json()["usage"]["total_tokens"]
+    assert int(answers[1].headers["x-ratelimit-remaining-tokens"]) <= 100_000 - used
+    assert 1 <= int(answers[2].headers["retry-after"]) <= 61
+    assert user.status_code == 403 and revoked.status_code == 200
+    assert took_s < 2.0
+    print(f"refused {took_s * 1000:.0f} ms after it was revoked")
+
+
 def test_a_changed_configuration_breaks_no_stream(deployed: Deployed) -> None:
     """`paceline deploy` with the chart's configuration, changed: the one gateway, the one decode worker and all others are
     replaced while clients stream without a pause, and every text stays the same."""

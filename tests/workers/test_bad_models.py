@@ -125,6 +125,24 @@ def test_a_pickle_is_never_opened_whatever_its_name(
     assert not trace.exists()
 
 
+@pytest.mark.parametrize("model_type", ["llama", "mine"])
+def test_code_in_a_model_folder_never_runs(folder: Path, tmp_path: Path, model_type: str) -> None:
+    """`auto_map` names a file beside the weights: it stays a file, whether transformers knows the family or not."""
+    trace = tmp_path / "was imported"
+    (folder / "mine.py").write_text(
+        f"import os; os.mkdir({str(trace)!r})\n"
+        "from transformers import LlamaConfig as Config, LlamaForCausalLM as Model\n"
+    )
+    auto_map = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}
+    edit_config(folder, auto_map=auto_map, model_type=model_type)
+    if model_type == "llama":
+        load_runner(folder, kv_memory_mb=2, block_size=8)
+    else:
+        refused(folder)
+
+    assert not trace.exists()
+
+
 @pytest.mark.parametrize("num_left", [0, 7, 100, 20_000, -1])
 def test_a_truncated_file_is_named_with_its_size(folder: Path, num_left: int) -> None:
     """Cut in the length, in the header, in the data, or by one byte."""

@@ -21,6 +21,9 @@ const ACTIONS = [
   "roll_back",
   "revoke",
   "delete",
+  "key_create",
+  "key_change",
+  "key_revoke",
 ];
 
 export function AuditPage() {

@@ -49,7 +49,8 @@ export function SignInPage({ onSignedIn }: { onSignedIn: (session: Session) => v
           {isBusy ? "Signing in …" : "Sign in"}
         </Button>
         <p id="where" className="hint">
-          <code>paceline serve</code> prints where the key is kept: <code>admin.key</code> in PACELINE_HOME, or PACELINE_ADMIN_KEY.
+          <code>paceline serve</code> prints where the key is kept: <code>admin.key</code> in PACELINE_HOME, or PACELINE_ADMIN_KEY. API keys of
+          scope admin open this page as well.
         </p>
       </form>
     </main>

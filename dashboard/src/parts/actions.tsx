@@ -1,5 +1,6 @@
 // what operators may do -> the question each button asks. What will happen is said before it does.
-import type { Version } from "../api.ts";
+import type { ApiKey, Version } from "../api.ts";
+import { remove } from "../client.ts";
 import { percent, tagName } from "../format.ts";
 import type { Question } from "./confirm.tsx";
 
@@ -125,5 +126,16 @@ export const deleteRequest = (request_id: string): Question => ({
   title: "Delete one request's data",
   effect: `Whatever was captured of ${request_id} goes, from everywhere. This cannot be undone.`,
   label: "Delete for good",
+  isDangerous: true,
+});
+
+export const revokeKey = (key: ApiKey): Question => ({
+  send: () => remove(`keys/${encodeURIComponent(key.id)}`).then(() => ({ message: `${key.name} is revoked.`, id: key.id })),
+  title: `Revoke ${key.name}`,
+  effect:
+    key.scope === "admin"
+      ? "It no longer opens this page, and sessions that were opened with it end. This cannot be undone."
+      : "Gateways refuse it within two seconds; answers that are on their way still end. This cannot be undone.",
+  label: "Revoke for good",
   isDangerous: true,
 });

@@ -4,9 +4,7 @@ import type { ActionBody, ActionName, ActionResult } from "../api.ts";
 import { post, Refused } from "../client.ts";
 import { Button, Text } from "./ui.tsx";
 
-export interface Question {
-  name: ActionName;
-  body: ActionBody;
+interface Asked {
   title: string;
   /** What will happen, in a sentence or two. */
   effect: ReactNode;
@@ -17,6 +15,9 @@ export interface Question {
   /** What must be typed before it can be done. */
   mustType?: string;
 }
+
+/** An action, with a reason for the audit; or something else that is done by a call of its own and says what came of it. */
+export type Question = Asked & ({ name: ActionName; body: ActionBody; send?: undefined } | { send: () => Promise<ActionResult> });
 
 interface Toast {
   id: number;
@@ -85,7 +86,7 @@ function Dialog({ question, onClose }: { question: Question; onClose: (result: A
     setIsBusy(true);
     setError(null);
     try {
-      onClose(await post<ActionResult>(`actions/${question.name}`, { ...question.body, reason }));
+      onClose(await (question.send ? question.send() : post<ActionResult>(`actions/${question.name}`, { ...question.body, reason })));
     } catch (problem) {
       setError(problem instanceof Refused ? problem : new Refused(0, String(problem)));
       setIsBusy(false);
@@ -106,7 +107,9 @@ function Dialog({ question, onClose }: { question: Question; onClose: (result: A
         {question.mustType && (
           <Text label={`Type ${question.mustType} to go on`} value={typed} onChange={(event) => setTyped(event.target.value)} />
         )}
-        <Text label="Reason, for the audit (optional)" value={reason} maxLength={200} onChange={(event) => setReason(event.target.value)} />
+        {!question.send && (
+          <Text label="Reason, for the audit (optional)" value={reason} maxLength={200} onChange={(event) => setReason(event.target.value)} />
+        )}
         {error && (
           <p className="notice bad" role="alert">
             {error.message} {error.action}

@@ -125,6 +125,11 @@ policy: {policy_function: "paceline.cluster.scaling:by_load"}
 {{- if or (hasPrefix "127." $gatewayHost) (has $gatewayHost (list "::1" "localhost")) -}}
 {{- fail (printf "gateway.host=%s: expected an address that others reach, such as 0.0.0.0" $gatewayHost) -}}
 {{- end -}}
+{{- range $section := list "gateway" "control" -}}
+{{- if (index $.Values $section).tls -}}
+{{- fail (printf "%s.tls: expected nothing: in Kubernetes TLS ends at the Ingress, ingress.tlsSecret, or in a mesh" $section) -}}
+{{- end -}}
+{{- end -}}
 {{- if regexMatch "^postgres(ql)?([+][a-z0-9]+)?://[^/@]*:[^/@]*@" (default "" .Values.learning.registry) -}}
 {{- fail "learning.registry: expected no password in it, since the RayService would show it: PGPASSWORD in a Secret named in secrets.env" -}}
 {{- end -}}

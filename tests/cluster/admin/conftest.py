@@ -15,6 +15,7 @@ from paceline.cluster.admin.bundle import Bundle
 from paceline.cluster.admin.key import hash_key
 from paceline.cluster.config import load_config
 from paceline.cluster.control import Control
+from paceline.cluster.keys import KeyFile
 from paceline.cluster.registry.registry import Registry
 from paceline.cluster.types import Directory
 from scripted_admin import KEY, LOCAL, WORKERS, ScriptedLoop, client_of, fill
@@ -44,7 +45,8 @@ def make_control(tmp_path: Path, registry: Registry) -> Callable[..., Control]:
 
     def make(*settings: str, learning: bool = True) -> Control:
         storage = [f"learning.storage={tmp_path}/learning", f"learning.enabled={str(learning).lower()}"]
-        control = Control(load_config(None, ["model.name=some-model", *storage, *settings]))
+        keys = KeyFile(tmp_path / "keys.json", recheck_s=0.0)
+        control = Control(load_config(None, ["model.name=some-model", *storage, *settings]), keys=keys)
         control.on_directory(Directory(7, WORKERS))
         if learning:
             control.loop = ScriptedLoop(control.config.learning, registry)

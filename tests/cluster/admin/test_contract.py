@@ -16,6 +16,8 @@ RENAMED = {
     "SettingsChange": requests.SettingsChange,
     "SignIn": requests.SignIn,
     "ActionBody": requests.ActionBody,
+    "KeyCreate": requests.KeyCreate,
+    "KeyUpdate": requests.KeyUpdate,
 }
 NOT_MODELS = {"ApiError": problems.ErrorAnswer, "Events": None}
 _INTERFACE = re.compile(r"export interface (\w+)(?:<T>)?(?: extends (\w+))? \{(.*?)\n\}", re.DOTALL)

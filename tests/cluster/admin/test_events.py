@@ -33,8 +33,8 @@ async def url(control: Control, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     """A listener like Control's, whose seconds are short."""
     original = events_module.Feed.__init__
 
-    def quick(self: events_module.Feed, *given: Any) -> None:
-        original(self, *given, period_s=0.05)
+    def quick(self: events_module.Feed, *given: Any, **named: Any) -> None:
+        original(self, *given, **named, period_s=0.05)
 
     monkeypatch.setattr(events_module.Feed, "__init__", quick)
     app = build_admin_app(control, hash_key(KEY))
@@ -218,7 +218,7 @@ async def test_who_comes_back_goes_on_where_it_was(url: str, loop: ScriptedLoop)
             stream_of(client, **{"last-event-id": unknown}) as stream,
         ):
             first = await stream.next()
-            assert first.kind == "changed" and len(first.data["what"]) == 8, unknown
+            assert first.kind == "changed" and len(first.data["what"]) == 9, unknown
 
 
 async def test_quiet_streams_have_heartbeats(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

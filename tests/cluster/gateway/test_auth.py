@@ -98,7 +98,7 @@ async def test_header_tricks_do_not_open_the_door(
         ).status_code == 200
         assert (await client.get("/v1/models", headers={"authorization": right})).status_code == 200
 
-    assert text.rpartition("_")[2] not in str(logged)
+    assert text[16:] not in str(logged)
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ async def test_consent_that_is_withdrawn_counts_from_the_next_request_on(
     streams = ScriptedStreams(spell(tokenizer, "x"))
     async with gateway(tokenizer, streams, Metrics(), keys, enabled=True) as client:
         await client.post("/v1/completions", json=TEXT, headers=headers)
-        keys.consent(key.id, "never")
+        keys.change(key.id, capture="never")
         await client.post("/v1/completions", json={**TEXT, "store": True}, headers=headers)
 
     assert [request.capture for request in streams.requests] == [True, False]

@@ -572,6 +572,8 @@ def test_the_schema_refuses_a_wrong_value(rendered: Render, path: str, value: An
         ({"link": {"interface": "127.0.0.1"}}, "link.interface=127.0.0.1: expected node"),
         ({"link": {"interface": "0.0.0.0"}}, "link.interface=0.0.0.0"),
         ({"gateway": {"host": "127.0.0.1"}}, "gateway.host=127.0.0.1: expected an address that others reach"),
+        ({"gateway": {"tls": {"cert": "/c", "key": "/k"}}}, "gateway.tls: expected nothing"),
+        ({"control": {"tls": {"cert": "/c", "key": "/k"}}}, "control.tls: expected nothing"),
         ({"learning": {"enabled": True}}, "learning.storage: expected a URL"),
         ({"learning": {"enabled": True, "storage": "s3://b/f"}}, "learning.registry: expected postgresql://"),
         (
