@@ -21,7 +21,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --only-binary=:all:
 PACKAGES := cluster workers kernels deploy
 
-.PHONY: help serve stop dev install check test test-all test-gpu types bench peers deploy-files crd-server models dashboard clean
+.PHONY: help serve stop dev install check test test-all test-gpu types bench peers deploy-files docs crd-server models dashboard clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,6 +65,9 @@ deploy-files: dev ## write what is made from code again: the schema of the chart
 	$(BIN)/python -m paceline.deploy.eyes.main
 	$(BIN)/paceline cluster-yaml aws --out deploy/cluster.yaml
 	$(BIN)/paceline cluster-yaml onprem --host prefill=10.0.0.11 --host decode+draft=10.0.0.12 --out deploy/cluster-onprem.yaml
+
+docs: dev ## build the documentation into build/docs; any warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 crd-server: ## build the server that the slow tests of the chart ask, once, from Debian's packages; also needs etcd
 	tests/deploy/helm/crd_server.sh "$${XDG_CACHE_HOME:-$$HOME/.cache}/paceline/crd-server"
