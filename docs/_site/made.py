@@ -57,7 +57,7 @@ def knobs() -> str:
     lines: list[str] = []
     for path, section in sections_of(ClusterConfig):
         lines += [
-            f"## `{path}`",
+            f"## `{path}` {{#{path}}}",
             "",
             _prose(section.__doc__),
             "",

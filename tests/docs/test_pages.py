@@ -106,7 +106,7 @@ def test_every_field_has_a_row_and_words() -> None:
     table = made.knobs()
 
     for path, section in made.sections_of(ClusterConfig):
-        assert f"\n## `{path}`\n" in f"\n{table}", path
+        assert f"\n## `{path}` {{#{path}}}\n" in f"\n{table}", path
         for name, _ in made.fields_of(section, path):
             row = next((line for line in table.splitlines() if f'id="{name}"' in line), "")
             assert len(row.split(" | ")[-1]) > 8, f"{name}: {row}"
