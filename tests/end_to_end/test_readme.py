@@ -43,7 +43,7 @@ def test_every_command_of_the_readme_exists(cluster: Any) -> None:
     """Each `paceline VERB` named in the README answers --help, each `make VERB` is a target."""
     makefile = (Path(__file__).parents[2] / "Makefile").read_text()
 
-    for verb in set(re.findall(r"`paceline (\w+)", README)):
+    for verb in set(re.findall(r"`paceline ([\w-]+)", README)):
         done = subprocess.run(
             [sys.executable, "-m", "paceline.deploy.cli", verb, "--help"],
             capture_output=True,
