@@ -16,6 +16,7 @@ import harness
 from paceline.cluster.blocks import BlockPool
 from paceline.cluster.config import load_config
 from paceline.cluster.gateway.envelope import Caller
+from paceline.cluster.gateway.journal import Record
 from paceline.cluster.keys import Key
 from paceline.cluster.metrics import Metrics
 from paceline.cluster.prefixes import prefix_marks
@@ -36,10 +37,15 @@ def key(id: str, tenant: str) -> Key:
 A, A_TOO, B = key("a", "acme"), key("c", "acme"), key("b", "beta")
 
 
+def caller_of(name: str, owner: Key) -> Caller:
+    """Who sent a request with this id."""
+    return Caller(name, name, 0.0, owner, record=Record(name, "POST", "/v1/completions", 0.0))
+
+
 def asked(owner: Key, name: str, *, salt: str = "", seed: int = 5) -> Request:
     """The same prompt, as the gateway sends it for a key."""
     bare = harness.request(name, PROMPT, 24, temperature=0.8, seed=seed)
-    caller = Caller(name, name, 0.0, owner)
+    caller = caller_of(name, owner)
     return msgspec.structs.replace(bare, cache_salt=caller.salt(salt), tenant=owner.owner)
 
 
@@ -96,7 +102,7 @@ def test_no_salt_a_client_sends_makes_it_another_tenant() -> None:
     """Whatever it puts there, names of tenants included; with hashes of its own for worker and router."""
     tenants = ["acme", "beta", "acme/x", "a", "acm"]
     salts = ["", "x", "/x", "e", "e\0", "\0", "\0x", "beta", "beta\0", "acme\0x", "\0beta\0", "x/acme"]
-    owners = {tenant: Caller("r", "r", 0.0, key("d", tenant)) for tenant in tenants}
+    owners = {tenant: caller_of("r", key("d", tenant)) for tenant in tenants}
     made = {(tenant, salt): caller.salt(salt) for tenant, caller in owners.items() for salt in salts}
     pool = BlockPool(8, 4)
 
@@ -106,7 +112,7 @@ def test_no_salt_a_client_sends_makes_it_another_tenant() -> None:
         {prefix_marks(PROMPT, 4, salt) for salt in made.values()},
     ):
         assert len(found) == len(tenants) * len(salts)
-    assert Caller("r", "r", 0.0, A).salt("s") == Caller("q", "q", 1.0, A_TOO).salt("s")
+    assert caller_of("r", A).salt("s") == caller_of("q", A_TOO).salt("s")
 
 
 def test_a_draft_worker_computes_another_tenant_s_prompt_anew(runner: ModelRunner) -> None:
@@ -115,7 +121,7 @@ def test_a_draft_worker_computes_another_tenant_s_prompt_anew(runner: ModelRunne
     engine = DraftEngine(runner, token_budget=64, metrics=metrics)
     found = []
     for owner in (B, A, A_TOO):
-        salt = Caller("r", "r", 0.0, owner).salt("")
+        salt = caller_of("r", owner).salt("")
         engine.open("s", DraftOpen("s", tuple(PROMPT), Sampling(1), len(PROMPT), cache_salt=salt))
         engine.propose(["s"], 3, 2)
         engine.close("s")
