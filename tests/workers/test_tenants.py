@@ -94,7 +94,7 @@ def test_the_same_would_be_seen_within_a_tenant(runner: ModelRunner) -> None:
 
     assert same_text == text
     assert shared["paceline_prefix_hit_tokens_total"] >= 40
-    copied = 'paceline_tokens_total{source="suffix"}'
+    copied = 'paceline_tokens_total{source="suffix",version="none"}'
     assert shared.get(copied, 0.0) > fresh.get(copied, 0.0)
 
 
