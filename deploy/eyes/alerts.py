@@ -113,7 +113,7 @@ ALERTS = (
         "TurnsAway",
         "warning",
         "5m",
-        'sum by (job) (rate(paceline_streams_turned_away_total{reason!="quarantined"}[5m]))'
+        'sum by (job) (rate(paceline_streams_turned_away_total{reason=~"no_room|no_worker"}[5m]))'
         f" / sum by (job) (rate(paceline_requests_total{{{_GENERATES}}}[5m])) > 0.05",
         "{{ $value | humanizePercentage }} of requests find no room",
         "Queues of all decode workers are full: clients get 429 with a Retry-After.",
