@@ -113,7 +113,7 @@ ALERTS = (
         "TurnsAway",
         "warning",
         "5m",
-        'sum by (job) (rate(paceline_streams_turned_away_total{reason!="quarantined"}[5m]))'
+        'sum by (job) (rate(paceline_streams_turned_away_total{reason=~"no_room|no_worker"}[5m]))'
         f" / sum by (job) (rate(paceline_requests_total{{{_GENERATES}}}[5m])) > 0.05",
         "{{ $value | humanizePercentage }} of requests find no room",
         "Queues of all decode workers are full: clients get 429 with a Retry-After.",
@@ -223,7 +223,7 @@ ALERTS = (
         "max by (job) (paceline_capture_off) == 1",
         "Nothing is captured: storage fails",
         "Decode workers cannot write their shards. Serving goes on; nothing is learned from what is said now.",
-        "`capture_storage` in their logs has the error. Is the disk full, did a credential expire? It is tried again by "
+        "`capture_off` in their logs has the error. Is the disk full, did a credential expire? It is tried again by "
         "itself.",
     ),
     Alert(
@@ -331,6 +331,6 @@ def _plain(text: str) -> str:
     """For readers who see no values: `{{ $labels.kind }}` -> the name of the label."""
     return (
         text.replace("About {{ $value | humanize }} {{ $labels.kind }} process(es)", "Processes")
-        .replace("{{ $labels.kind }} ", "")
+        .replace("{{ $labels.kind }} processes", "processes of a role")
         .replace("|", "\\|")
     )

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 import yaml
 
+from paceline.cluster.config import ClusterConfig
 from paceline.cluster.metrics import Entry, Metrics
+from paceline.deploy import cli
 from paceline.deploy.eyes import alerts, dashboard, main
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -142,6 +146,33 @@ def test_every_alert_says_what_it_is_and_where_to_read_on() -> None:
         assert rule["labels"]["severity"] in ("critical", "warning", "info")
     for link in re.findall(r"\]\(#(\w+)\)", page):
         assert link in headings
+
+
+def test_what_to_do_names_things_that_exist() -> None:
+    """Commands, fields of the configuration, events of logs: somebody reads this at night."""
+    text = "\n".join(f"{alert.description} {alert.what_to_do}" for alert in alerts.ALERTS)
+    sources = "".join(p.read_text() for top in ("cluster", "workers") for p in (ROOT / top).rglob("*.py"))
+    commands = {" ".join(path) for path in commands_of(typer.main.get_command(cli.app))}
+    sections = ClusterConfig.model_fields
+    quoted = set(re.findall("`(.+?)`", text))
+
+    for found in quoted:
+        if found.startswith("paceline "):
+            assert found.removeprefix("paceline ") in commands, found
+        elif found.partition(".")[0] in sections:
+            node: Any = ClusterConfig()
+            for name in found.partition("=")[0].split("."):
+                node = getattr(node, name)
+        elif re.fullmatch("[a-z]+(_[a-z]+)+", found):
+            assert f'"{found}"' in sources or f"paceline_{found}" in text or found in str(KNOWN), found
+    assert len(quoted) > 30
+
+
+def commands_of(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """("drafts", "runs") and the like."""
+    for name, inner in getattr(command, "commands", {}).items():
+        yield (*path, name)
+        yield from commands_of(inner, (*path, name))
 
 
 # --- the dashboard --------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ CASES: dict[str, tuple[Series, Series]] = {
     ),
     "TurnsAway": (
         {'paceline_streams_turned_away_total{job="j",reason="no_room"}': "0+10x600", f'paceline_requests_total{{{POST},status="200"}}': "0+90x600"},
-        {'paceline_streams_turned_away_total{job="j",reason="no_room"}': "0+1x600", f'paceline_requests_total{{{POST},status="200"}}': "0+90x600"},
+        {'paceline_streams_turned_away_total{job="j",reason="key_limit"}': "0+90x600", 'paceline_streams_turned_away_total{job="j",reason="no_room"}': "0+1x600", f'paceline_requests_total{{{POST},status="200"}}': "0+90x600"},
     ),
     "SlowFirstToken": (histogram("ttft_seconds", True), histogram("ttft_seconds", False)),
     "SlowTokens": (histogram("inter_token_seconds", True), histogram("inter_token_seconds", False)),
