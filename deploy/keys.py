@@ -15,6 +15,7 @@ from typing import Annotated, Any, Protocol
 
 import msgspec
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -195,13 +196,18 @@ def show(file: File = None, url: Url = "", key: AdminKey = "", as_json: AsJson =
             soft_wrap=True,
         )
         return
-    table = Table(title=keys.place, title_justify="left")
+    table = Table(title=keys.place, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("id", "name", "tenant", "scope", "capture", "limits", "created", "revoked"):
-        table.add_column(column, no_wrap=column not in ("name", "tenant", "limits"))
+        table.add_column(column, no_wrap=column == "id", overflow="fold")
     for row in rows:
         plain = [str(row[name]) for name in ("id", "name", "tenant", "scope", "capture")]
-        table.add_row(*plain, _limits_in_words(row), str(row["created"]), str(row["revoked"] or ""))
+        table.add_row(*plain, _limits_in_words(row), _minute(row["created"]), _minute(row["revoked"]))
     out.print(table, markup=False)
+
+
+def _minute(moment: object) -> str:
+    """UTC to the minute, on two lines where the terminal is narrow; "" for never."""
+    return str(moment or "")[:16].replace("T", " ")
 
 
 @commands.command()

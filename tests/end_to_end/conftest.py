@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from paceline.cluster.config import load_config
+from paceline.cluster.failpoints import Failpoints
 from paceline.deploy import cli, local
 
 PACELINE = [sys.executable, "-m", "paceline.deploy.cli"]
@@ -35,6 +36,8 @@ class Cluster:
     start_seconds: float
     supervisor: subprocess.Popen[bytes] | None = None
     """Of a cluster of several nodes: SIGUSR1 kills the second, SIGUSR2 adds another."""
+    run_id: str = ""
+    failpoints: Failpoints | None = None
 
     def cli(self, *args: str) -> subprocess.CompletedProcess[str]:
         """Run a subcommand on this cluster."""
@@ -80,9 +83,9 @@ class Cluster:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120.0)
 
 
-def run_cli(home: Path, *args: str) -> subprocess.CompletedProcess[str]:
+def run_cli(home: Path, *args: str, failpoints: Failpoints | None = None) -> subprocess.CompletedProcess[str]:
     """`paceline ARGS` with its own home."""
-    environment = {**os.environ, "PACELINE_HOME": str(home)}
+    environment = {**os.environ, "PACELINE_HOME": str(home), **(failpoints.environment if failpoints else {})}
     return subprocess.run(
         [*PACELINE, *args], env=environment, capture_output=True, text=True, timeout=280, check=False
     )
@@ -102,12 +105,14 @@ def cluster(home: Path) -> Iterator[Cluster]:
     # A draft worker is asked in every step, whether it pays here or not: tests must not depend on what a busy machine
     # makes of that.
     drafts = ("--set", "speculation.control=fixed", "--set", "speculation.sources=[draft]")
-    done = run_cli(home, "serve", "--detach", "--name", name, *ports, *drafts)
+    failpoints = Failpoints(home / "failpoints")
+    done = run_cli(home, "serve", "--detach", "--name", name, *ports, *drafts, failpoints=failpoints)
     seconds = time.monotonic() - began
     assert done.returncode == 0, done.stdout + done.stderr
     state = json.loads((home / "run" / name / "state.json").read_text())
     try:
-        yield Cluster(home, name, state["gateway"], state["control"], seconds)
+        urls = state["gateway"], state["control"]
+        yield Cluster(home, name, *urls, seconds, run_id=state["run_id"], failpoints=failpoints)
     finally:
         stopped = run_cli(home, "stop", "--name", name)
     assert stopped.returncode == 0, stopped.stderr

@@ -301,10 +301,10 @@ def backend(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize(
     ("heads", "groups", "dim", "window", "softcap", "has_sinks"),
     [
-        (6, 2, 8, None, None, False),
         (4, 1, 16, 7, None, True),
-        (3, 3, 5, 30, 1.5, False),
-        (8, 2, 20, 1, None, True),
+        pytest.param(6, 2, 8, None, None, False, marks=pytest.mark.slow),
+        pytest.param(3, 3, 5, 30, 1.5, False, marks=pytest.mark.slow),
+        pytest.param(8, 2, 20, 1, None, True, marks=pytest.mark.slow),
     ],
 )
 def test_pieces_equal_plain_masked_softmax(
@@ -338,6 +338,7 @@ def test_sinks_take_their_share(name: str, window: int | None) -> None:
     assert float(found[:, 3].abs().max()) < 1e-30
 
 
+@pytest.mark.slow
 def test_a_half_precision_pool_is_read_by_the_kernel() -> None:
     """float16 in and out, float32 between: as near as its ten bits allow. (The interpreter has no bfloat16 products.)"""
     pytest.importorskip("triton")
@@ -400,7 +401,7 @@ def test_work_is_dealt_in_equal_shares() -> None:
     assert max(shares) <= -(-sum(shares) // 7)
 
 
-@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 9])
 def test_with_fixed_cuts_a_row_has_the_same_bits_in_any_batch(window: int | None, backend: str) -> None:
     """Alone, and beside others with whom it shares its prefix or not; with shares of the batch it may differ."""
     packed = large(4, 2, 16)

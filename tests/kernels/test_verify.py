@@ -208,7 +208,10 @@ def lists_of(verdict: Verified) -> list[Any]:
     return [(tokens, rows, num) if usable else None for tokens, rows, num, usable in columns]
 
 
-@pytest.mark.parametrize("columns", [{"temperature": [0]}, {"top_k": [9, 0, 0], "temperature": [0.8]}])
+FILTERED_TREES = pytest.param({"top_k": [9, 0, 0], "temperature": [0.8]}, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("columns", [{"temperature": [0]}, FILTERED_TREES])
 def test_trees_are_walked_as_match_walks_them(columns: dict[str, list[float]]) -> None:
     """The kernel, its twin, and the engine's verifier on each stream."""
     logits, rows, trees = case_of_trees(6, **columns)
@@ -234,7 +237,7 @@ def test_trees_are_walked_as_match_walks_them(columns: dict[str, list[float]]) -
 # --- vocabulary shards ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cuts", [[0, 652, VOCAB], [0, 4, 900, VOCAB]])
+@pytest.mark.parametrize("cuts", [[0, 652, VOCAB], pytest.param([0, 4, 900, VOCAB], marks=pytest.mark.slow)])
 def test_shards_joined_decide_what_the_whole_decides(cuts: list[int]) -> None:
     """Plain and filtered rows, changes and masks by global id. Rows that keep more than the lists hold are named."""
     generator = draw(7)

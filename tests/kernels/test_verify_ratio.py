@@ -80,9 +80,9 @@ def lists_of(verdict: RatioVerdict) -> list[list[object]]:
 @pytest.mark.parametrize(
     ("shape", "kind", "columns"),
     [
-        ("chain", "drawn", {}),
-        ("siblings", "drawn", {"temperature": 0.7, "top_p": 0.95}),
-        ("siblings", "drawn again", {"top_k": 30}),
+        pytest.param("chain", "drawn", {}, marks=pytest.mark.slow),
+        pytest.param("siblings", "drawn", {"temperature": 0.7, "top_p": 0.95}, marks=pytest.mark.slow),
+        pytest.param("siblings", "drawn again", {"top_k": 30}, marks=pytest.mark.slow),
         ("siblings", "chosen", {"temperature": 1.3}),
         ("siblings", "drawn", {"temperature": 0}),
         ("root", "drawn", {}),

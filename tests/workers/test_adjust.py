@@ -159,8 +159,15 @@ def test_each_parameter_matters(make_runner: RunnerFactory, plain: dict[str, lis
     assert same == []
 
 
-@pytest.mark.parametrize("num_blocks", [1000, 60])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "num_blocks"),
+    [
+        ("llama", 60),
+        pytest.param("llama", 1000, marks=pytest.mark.slow),
+        pytest.param("gemma3", 60, marks=pytest.mark.slow),
+        pytest.param("gemma3", 1000, marks=pytest.mark.slow),
+    ],
+)
 def test_trees_and_preemption_leave_the_text_alone(
     family: str, num_blocks: int, make_runner: RunnerFactory, oracle_model: OracleFactory
 ) -> None:

@@ -83,6 +83,7 @@ class PeerProcess:
         self._waiting = selectors.DefaultSelector()
         self._waiting.register(self._stdout, selectors.EVENT_READ)
         self._rest = b""
+        self._is_silent = False
         try:
             ready = self._answer(OPEN_S)
         except BaseException:
@@ -139,7 +140,7 @@ class PeerProcess:
         """End it and everything it started."""
         self._stdin.close()
         try:
-            self._process.wait(timeout=10)
+            self._process.wait(timeout=0 if self._is_silent else 10)
         except subprocess.TimeoutExpired:
             pass
         # Its own session: whatever it started is in it, and nobody else.
@@ -155,6 +156,7 @@ class PeerProcess:
         end = time.monotonic() + patience_s
         while b"\n" not in self._rest:
             if not self._waiting.select(max(0.0, end - time.monotonic())):
+                self._is_silent = True
                 raise PeerFailed(f"{self._name}: no answer in {patience_s:.0f} s: {self._last_words()}")
             read = os.read(self._stdout.fileno(), 1 << 20)
             if not read:

@@ -27,7 +27,10 @@ from paceline.workers.raw_logits import RawLogits, whole
 Parallel = Callable[..., ParallelRunner]
 Plain = Callable[..., ModelRunner]
 
-FAMILIES = ["llama", "qwen3", "mistral", "gemma3", "mixtral", "phi3", "gpt_oss"]
+FAMILIES = [
+    *("llama", "gemma3", "phi3", "gpt_oss"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "mistral", "mixtral")),
+]
 ATOL = 1e-4
 VOCAB, LENGTH = 211, 24
 
