@@ -1,9 +1,11 @@
-"""Tokens and seconds of steps with drafts and of plain ones -> who may be asked: nobody, free sources, everybody.
+"""Tokens and seconds of steps with drafts and of plain ones -> who is asked: nobody, free sources, everybody, models.
 
 Everything else that decides about drafts trusts a table of step times. This does not: it compares what steps with
 drafts really emitted in a second with what plain steps emit, measured beside them, and holds to what is fastest by
-the clock. Free sources alone are one choice, everybody another: a draft model that pays in every step where it is
-asked may still cost more than it brings, where the next steps' tokens would have come free.
+the clock. Free sources alone are one choice, everybody where it should pay another: a draft model that pays in every
+step where it is asked may still cost more than it brings, where the next steps' tokens would have come free. Models
+alone, asked in every step without any estimate of what that brings, are the third: an estimate made of a dozen steps
+misses small gains, a copy that was found takes the place of a longer draft, and merging both costs time.
 
 A plain step is taken now and then to know what it takes: often while drafts gain little, hardly ever while they gain
 much. A choice that is not the best is tried again for a few dozen steps in short runs, after longer and longer
@@ -43,7 +45,15 @@ class Asked(IntEnum):
 
     NOBODY = 0
     FREE = 1
+    """Sources that cost next to nothing."""
     EVERYBODY = 2
+    """All of them, for the streams and in the steps where that should pay."""
+    MODELS = 3
+    """Draft models only, for every stream in every step."""
+
+
+_MODELS = (Asked.EVERYBODY, Asked.MODELS)
+"""Choices with draft models among them: where one of them loses to having none, the other hardly wins."""
 
 
 class PlainTimes:
@@ -86,6 +96,8 @@ class _Choice:
     pause: int = 0
     """Steps until it is tried again."""
     next_pause: int = _FIRST_PAUSE
+    tried: int = 0
+    """Trials so far: of two that may be tried, the one with fewer is."""
 
     @property
     def gain(self) -> float:
@@ -113,7 +125,7 @@ class _Phase:
 
     def __init__(self, kinds: Sequence[Asked]) -> None:
         self._choices = {kind: _Choice() for kind in kinds}
-        self.best = max(kinds)
+        self.best = Asked.EVERYBODY
         """Drafts are believed in, until they are found to lose."""
         self._trial = Asked.NOBODY
         """Compared with the best, in turns; nobody if there is no such trial."""
@@ -158,14 +170,20 @@ class _Phase:
 
     def _count_pauses(self) -> None:
         """One trial at a time, and none before the best is sure."""
+        rested: list[Asked] = []
         for kind, choice in self._choices.items():
             if kind in (self.best, self._trial):
                 continue
             choice.pause = max(0, choice.pause - 1)
-            is_sure = not self.best or self._choices[self.best].steps >= _SURE
-            if choice.pause == 0 and not self._trial and is_sure:
-                self._trial, self._turn, self._is_trials_turn = kind, 0, True
-                choice.steps, choice.plain_s, choice.seconds = 0, 0.0, 0.0
+            if choice.pause == 0:
+                rested.append(kind)
+        is_sure = not self.best or self._choices[self.best].steps >= _SURE
+        if rested and not self._trial and is_sure:
+            self._trial = min(rested, key=lambda kind: self._choices[kind].tried)
+            self._turn, self._is_trials_turn = 0, True
+            choice = self._choices[self._trial]
+            choice.tried += 1
+            choice.steps, choice.plain_s, choice.seconds = 0, 0.0, 0.0
 
     def _interval(self, num_plain: int) -> int:
         if num_plain < _FEW_PLAIN:
@@ -191,13 +209,13 @@ class _Phase:
         if choice.steps >= _SURE and choice.gain >= 1.0:
             choice.next_pause = _FIRST_PAUSE
         elif choice.loses_to(1.0):
-            choice.rest()
+            lost, self.best = self.best, Asked.NOBODY
+            self._rest(lost)
             self._end_trial()
-            self.best = Asked.NOBODY
 
     def _judge_trial(self, choice: _Choice) -> None:
         if choice.loses_to(self._best_gain):
-            choice.rest()
+            self._rest(self._trial)
             self._end_trial()
         elif choice.steps >= _SURE and choice.gain > self._best_gain:
             if self.best:
@@ -205,6 +223,16 @@ class _Phase:
             self.best = self._trial
             choice.next_pause = _FIRST_PAUSE
             self._end_trial()
+
+    def _rest(self, lost: Asked) -> None:
+        """This choice lost. If it did to having no models, so does the other with models, until their next turn."""
+        choice = self._choices[lost]
+        choice.rest()
+        if lost in _MODELS and self.best not in _MODELS:
+            for kind in _MODELS:
+                if kind in self._choices:
+                    other = self._choices[kind]
+                    other.pause, other.next_pause = choice.pause, choice.next_pause
 
     def _end_trial(self) -> None:
         self._trial, self._turn, self._is_trials_turn = Asked.NOBODY, 0, False

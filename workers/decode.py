@@ -321,7 +321,7 @@ class DecodeWorker(Worker):
             for streams, (gain, asked) in (referee.gains() if referee is not None else {}).items():
                 self.metrics.draft_gain.labels(streams).set(gain)
                 self.metrics.draft_off.labels(streams).set(asked == Asked.NOBODY)
-                self.metrics.draft_models_off.labels(streams).set(asked != Asked.EVERYBODY)
+                self.metrics.draft_models_off.labels(streams).set(asked < Asked.EVERYBODY)
         return super().metrics_text()
 
     def num_streams(self) -> int:

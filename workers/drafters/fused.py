@@ -23,9 +23,10 @@ _PLAIN_STEPS = 8
 
 
 def choices(drafters: Sequence[Drafter]) -> tuple[Asked, ...]:
-    """What a referee may choose from."""
+    """What a referee may choose from beside nobody."""
     is_free = {drafter.is_free for drafter in drafters}
-    return (Asked.FREE, Asked.EVERYBODY) if len(is_free) == 2 else (Asked.EVERYBODY,)
+    models = (Asked.MODELS,) if False in is_free else ()
+    return (*((Asked.FREE,) if len(is_free) == 2 else ()), Asked.EVERYBODY, *models)
 
 
 class FusedDrafter(Drafter):
@@ -115,6 +116,12 @@ class FusedDrafter(Drafter):
     def _ask_early(self, controller: Controller, streams: Sequence[Stream]) -> None:
         """Decide for which streams each drafter is asked; free ones answer at once."""
         self._is_overruled = False
+        if self._may_ask == Asked.MODELS:
+            for drafter in self._drafters:
+                if not drafter.is_free:
+                    self._asked[drafter.name] = set(self._decided)
+                    drafter.observe(streams)
+            return
         for drafter in sorted(self._drafters, key=lambda drafter: not drafter.is_free):
             may_be_asked = self._may_ask >= (Asked.FREE if drafter.is_free else Asked.EVERYBODY)
             candidates = streams if may_be_asked else self._on_trial(drafter, streams)
@@ -271,8 +278,9 @@ class FusedDrafter(Drafter):
                 if tree is not None and name in self._trust:
                     self._trust[name].learn(_chances(tree), covered)
         self._spend_on_all(self._clock() - began)
-        for name, spent in self._spent.items():
-            controller.asked(name, spent, gained[name])
+        if self._may_ask != Asked.MODELS:  # nobody chose: there is no balance to keep
+            for name, spent in self._spent.items():
+                controller.asked(name, spent, gained[name])
         self._spent = {}
 
 
