@@ -296,6 +296,32 @@ def test_a_canary_is_heard_where_the_live_draft_is_not(
     assert set(never.tokens) <= {1}  # its plain times are those of plain steps
 
 
+class Models(Never):
+    """Wants models only."""
+
+    def may_ask(self, num_streams: int) -> Asked:
+        return Asked.MODELS
+
+
+def test_models_alone_are_asked_in_every_step_whatever_is_thought_of_them(
+    model_folder: Callable[[str], Path],
+) -> None:
+    """The twin that asks no estimate: a source that proposes nothing right is asked as often as steps are made."""
+    runner, _ = load_runner(model_folder("llama"), kv_memory_mb=8, block_size=8)
+    requests = [Request(name, tuple(range(3, 20)), Sampling(seed=1, temperature=1.0), 30) for name in "ab"]
+    texts = Engine(runner, token_budget=256, max_streams=8).run(requests)
+    chain, free = Chain(texts), Chain(texts)
+    chain.is_right, free.name, free.is_free = False, "suffix", True
+    controller = Bill(StepCost([1, 64], [100.0, 150.0]))
+    controller.referee = Models()
+    fused = FusedDrafter([free, chain], controller)
+    found = Engine(runner, token_budget=256, max_streams=8, drafter=fused).run(requests)
+
+    assert found == texts
+    assert chain.num_asked >= 28 and free.num_asked == 0
+    assert controller.charged == []  # nobody chose to ask, so nobody's budget pays
+
+
 class Bill(Controller):
     """Remembers what asking is said to have cost."""
 
