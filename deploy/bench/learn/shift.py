@@ -34,7 +34,8 @@ LEARNING = (
     "learning.gate.max_requests=40",
     "learning.rollout.canary_share=0.3",
     "learning.rollout.canary_min_requests=30",
-    "learning.rollout.canary_max_s=60",
+    "learning.rollout.canary_max_s=20",
+    "learning.rollout.watch_s=20",
 )
 """For two thousand requests: a cluster that serves millions waits for more before it does anything."""
 STATIC = ("learning.train_automatically=false", "learning.capture.local_consent=never")
