@@ -21,7 +21,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --only-binary=:all:
 PACKAGES := cluster workers kernels deploy
 
-.PHONY: help serve stop dev install check test test-all test-gpu types bench peers deploy-files docs crd-server models dashboard clean
+.PHONY: help serve stop dev install check test test-all test-gpu types bench peers clients deploy-files docs crd-server models dashboard clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ bench: install ## measure this machine: a card, one ratio table, one JSON line
 # The one verb that compiles: llama.cpp is built for the processor it is measured on, and vLLM compiles when it starts.
 peers: install ## build the Pythons of other engines for `make bench ARGS="--peer all"`; needs g++
 	@TORCH_INDEX=$(TORCH_INDEX) $(BIN)/python -m paceline.deploy.bench.peers.environments $(ARGS)
+
+clients: dev ## build the Pythons of other people's clients that slow tests run against a cluster, once
+	@TORCH_INDEX=$(TORCH_INDEX) $(BIN)/python tests/client_environments.py $(ARGS)
 
 deploy-files: dev ## write what is made from code again: the schema of the chart, clusters, alerts, dashboard, catalogue of metrics
 	$(BIN)/python helm/make_schema.py

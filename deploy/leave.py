@@ -41,7 +41,7 @@ class RayNodes:
             self._tables = GlobalState()
             self._tables._initialize_global_state(services._get_gcs_client_options(address))
             self.all()
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise Unavailable(f"no Ray cluster is reached from here: {str(error).splitlines()[0]}") from None
         self.here = frozenset(services.find_node_ids())
         """Ids of the nodes of this host: one, outside of tests."""

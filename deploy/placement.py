@@ -7,7 +7,6 @@ import socket
 from typing import Any
 
 import psutil
-import ray
 
 from paceline.cluster.config import ClusterConfig, EngineConfig, ScaledConfig, ScalingConfig, TargetConfig
 from paceline.cluster.errors import ConfigError
@@ -44,11 +43,15 @@ def placement(actor: dict[str, Any], num_replicas: int, max_per_node: int) -> di
 
 def node_name() -> str:
     """This node, for people and for locality. The host's name alone would not tell two Ray nodes of one host apart."""
+    import ray  # not above: `paceline drain` chooses how Ray authenticates before it is imported
+
     return f"{socket.gethostname()}/{ray.get_runtime_context().get_node_id()[:6]}"
 
 
 def on_this_node(config: ClusterConfig) -> ClusterConfig:
     """The configuration with `link.interface` as an address of this node."""
+    import ray
+
     address = link_address(config.link.interface, ray.util.get_node_ip_address(), local_addresses())
     return config.model_copy(update={"link": config.link.model_copy(update={"interface": address})})
 

@@ -71,7 +71,8 @@ def autoscaling(engine: ScaledConfig, scaling: ScalingConfig) -> dict[str, Any]:
     """Serve's `autoscaling_config` of a role that has `max_replicas`.
 
     Serve counts the requests that it carries, and it carries none of ours: each replica tells it its load instead
-    (`record_autoscaling_stats`), which `paceline.cluster.scaling` turns into a number of replicas.
+    (`record_autoscaling_stats`), which `paceline.cluster.scaling` turns into a number of replicas. To Serve a policy is
+    code: when the first role gets one, or the last loses it, all replicas are replaced one by one; other bounds replace none.
     """
     return {
         "min_replicas": engine.replicas,

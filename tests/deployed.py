@@ -56,6 +56,7 @@ class Deployed:
             **os.environ,
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": self.token,
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # these nodes are on loopback: local.ray_environment
             "PACELINE_HOME": str(self.home),
             VARIABLE: self.admin,
         }

@@ -62,6 +62,21 @@ def test_cluster_runs_without_torch_and_transformers() -> None:
     assert run.returncode == 0, run.stderr
 
 
+def test_the_command_line_starts_without_ray_and_torch() -> None:
+    """`paceline drain` turns Ray's tokens on before Ray is imported, which reads them once; and no command waits for either."""
+    script = (
+        "import sys\n"
+        "import paceline.deploy.cli\n"
+        "found = {'ray', 'torch', 'transformers'} & set(sys.modules)\n"
+        "assert not found, f'paceline loads {sorted(found)}'\n"
+    )
+
+    command = [sys.executable, "-c", script]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+    assert run.returncode == 0, run.stderr
+
+
 def test_cluster_never_names_torch_or_what_owns_devices() -> None:
     """Not even inside a function: cluster knows neither workers, kernels nor deploy."""
     forbidden = ("torch", "transformers", "paceline.workers", "paceline.kernels", "paceline.deploy")

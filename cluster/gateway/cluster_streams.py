@@ -33,7 +33,6 @@ from paceline.cluster.types import (
     NO_ROOM,
     NO_WORKER,
     QUARANTINED,
-    SOURCE_NAMES,
     Abort,
     Admitted,
     Assignment,
@@ -525,8 +524,7 @@ class ClusterStreams:
             attempt.busy = Progress(attempt.request_id, attempt.epoch, attempt.busy.decode)
             self._tell(attempt.busy)
         attempt.has_tokens = True
-        report.num_steps += 1
-        report.num_drafted += delta.num_drafted
+        report.count_step(delta.sources, delta.num_drafted)
         report.draft_version = delta.draft_version or report.draft_version
         if delta.kv_source:
             report.kv_sources.append(delta.kv_source)
@@ -534,9 +532,6 @@ class ClusterStreams:
             report.kv_skipped_tokens += delta.kv_skipped_tokens
             report.kv_exposed_s += delta.kv_exposed_s
             report.queued_s += delta.queued_s
-        for source in delta.sources:
-            name = SOURCE_NAMES[source]
-            report.tokens_by_source[name] = report.tokens_by_source.get(name, 0) + 1
 
     def _end(self, attempt: _Attempt, *, cancel: bool) -> None:
         """Forget an attempt; unless it finished, tell its workers that nobody waits."""

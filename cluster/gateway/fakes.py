@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 
 from paceline.cluster.gateway.streams import StreamEvent, StreamReport
-from paceline.cluster.types import SOURCE_NAMES, SOURCE_TARGET, FinishReason, Request
+from paceline.cluster.types import SOURCE_TARGET, FinishReason, Request
 
 Act = StreamEvent | Exception | float
 """An event to send, an error to raise, or seconds to wait."""
@@ -67,9 +67,6 @@ class ScriptedStreams:
         finally:
             self.num_open -= 1
 
-    def _count(self, event: StreamEvent, report: StreamReport) -> None:
-        report.num_steps += bool(event.tokens)
-        report.num_drafted += sum(source != SOURCE_TARGET for source in event.sources)
-        for source in event.sources:
-            name = SOURCE_NAMES[source]
-            report.tokens_by_source[name] = report.tokens_by_source.get(name, 0) + 1
+    def _count(self, act: StreamEvent, report: StreamReport) -> None:
+        if act.tokens:
+            report.count_step(act.sources, len(act.sources) - act.sources.count(SOURCE_TARGET))

@@ -22,7 +22,7 @@ from paceline.cluster.gateway.logprobs import (
     text_logprobs,
 )
 from paceline.cluster.gateway.streams import StreamReport
-from paceline.cluster.types import SOURCE_DRAFT, SOURCE_NAMES
+from paceline.cluster.types import SOURCE_NAMES
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,20 +46,25 @@ class Usage(Reply, frozen=True, kw_only=True):
 
 
 class Speculation(Reply, frozen=True, kw_only=True):
-    """How drafting went, over all choices."""
+    """How drafting went, over all choices; names and meanings are vLLM's, which benchmarks read."""
 
+    num_spec_steps: int
+    """Steps in which something was drafted."""
     num_draft_tokens: int
-    num_accepted_tokens: int
-    num_steps: int
-    acceptance_rate: float
-    mean_accepted_length: float
-    """Tokens emitted per step."""
+    num_accepted_draft_tokens: int
+    draft_acceptance_rate: float
+    mean_acceptance_length: float
+    """Tokens that such a step yields: those it accepts, and one of the target."""
+    acceptance_histogram: list[int]
+    """Steps that accepted 0, 1, 2, ... drafted tokens."""
 
 
 class RequestMetrics(Reply, frozen=True, kw_only=True):
     """What served a request. With one choice worker fields are a name, with several a list in choice order."""
 
     speculative_decoding: Speculation
+    num_steps: int
+    """All steps of the target that yielded its tokens."""
     prefill_worker: str | list[str]
     decode_worker: str | list[str]
     decode_workers: list[str]
@@ -275,8 +280,8 @@ def usage(num_prompt: int, num_completion: int, reports: Sequence[StreamReport] 
     """Token counts; with the reports of all choices also what became of drafted tokens."""
     details: TokenDetails | UnsetType = UNSET
     if reports:
-        accepted = _accepted(reports)
-        rejected = max(0, sum(report.num_drafted for report in reports) - accepted)
+        accepted = sum(report.num_accepted for report in reports)
+        rejected = sum(report.num_drafted for report in reports) - accepted
         details = TokenDetails(accepted_prediction_tokens=accepted, rejected_prediction_tokens=rejected)
     return Usage(
         prompt_tokens=num_prompt,
@@ -291,16 +296,9 @@ def metrics(reports: Sequence[StreamReport]) -> RequestMetrics:
     by_source = {
         name: sum(report.tokens_by_source.get(name, 0) for report in reports) for name in SOURCE_NAMES
     }
-    drafted, accepted = sum(report.num_drafted for report in reports), _accepted(reports)
-    steps = sum(report.num_steps for report in reports)
     return RequestMetrics(
-        speculative_decoding=Speculation(
-            num_draft_tokens=drafted,
-            num_accepted_tokens=accepted,
-            num_steps=steps,
-            acceptance_rate=accepted / drafted if drafted else 0.0,
-            mean_accepted_length=sum(by_source.values()) / steps if steps else 0.0,
-        ),
+        speculative_decoding=_speculation(reports),
+        num_steps=sum(report.num_steps for report in reports),
         prefill_worker=_one_or_all([report.prefill_worker for report in reports]),
         decode_worker=_one_or_all([(report.decode_workers or [""])[-1] for report in reports]),
         decode_workers=[name for report in reports for name in report.decode_workers],
@@ -315,8 +313,19 @@ def metrics(reports: Sequence[StreamReport]) -> RequestMetrics:
     )
 
 
-def _accepted(reports: Sequence[StreamReport]) -> int:
-    return sum(report.tokens_by_source.get(SOURCE_NAMES[SOURCE_DRAFT], 0) for report in reports)
+def _speculation(reports: Sequence[StreamReport]) -> Speculation:
+    most = max((num for report in reports for num in report.accepted_steps), default=0)
+    histogram = [sum(report.accepted_steps.get(num, 0) for report in reports) for num in range(most + 1)]
+    steps, drafted = sum(histogram), sum(report.num_drafted for report in reports)
+    accepted = sum(report.num_accepted for report in reports)
+    return Speculation(
+        num_spec_steps=steps,
+        num_draft_tokens=drafted,
+        num_accepted_draft_tokens=accepted,
+        draft_acceptance_rate=accepted / drafted if drafted else 0.0,
+        mean_acceptance_length=1 + accepted / steps if steps else 1.0,
+        acceptance_histogram=histogram,
+    )
 
 
 def _one_or_all(names: list[str]) -> str | list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.cluster.timeline import Timeline
-from paceline.cluster.types import FinishReason, Logprobs, Request
+from paceline.cluster.types import SOURCE_NAMES, SOURCE_TARGET, FinishReason, Logprobs, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,26 @@ class StreamReport:
     num_steps: int = 0
     num_drafted: int = 0
     tokens_by_source: dict[str, int] = field(default_factory=dict)
+    accepted_steps: dict[int, int] = field(default_factory=dict)
+    """Accepted tokens -> steps that drafted and accepted so many."""
     num_recoveries: int = 0
     timeline: Timeline = field(default_factory=Timeline)
+
+    def count_step(self, sources: bytes, num_drafted: int) -> None:
+        """Take note of one step's tokens, one of SOURCE_* for each, and of how many were drafted in it."""
+        self.num_steps += 1
+        self.num_drafted += num_drafted
+        for source in sources:
+            name = SOURCE_NAMES[source]
+            self.tokens_by_source[name] = self.tokens_by_source.get(name, 0) + 1
+        if num_drafted:
+            num_accepted = len(sources) - sources.count(SOURCE_TARGET)
+            self.accepted_steps[num_accepted] = self.accepted_steps.get(num_accepted, 0) + 1
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafted tokens that are part of the text, whoever drafted them."""
+        return sum(num * steps for num, steps in self.accepted_steps.items())
 
 
 class Streams(Protocol):

@@ -169,7 +169,7 @@ class Shares:
         self.num_requests += 1
         self.num_tokens += answer.num_tokens
         self.num_events += answer.num_events
-        self.num_steps += metrics["speculative_decoding"]["num_steps"]
+        self.num_steps += metrics["num_steps"]
         self.num_drafted += metrics["speculative_decoding"]["num_draft_tokens"]
         self.kv_bytes += metrics["kv_bytes"]
         self.kv_sources.update(metrics["kv_source"])

@@ -24,6 +24,7 @@ NEEDS = {
     "cloud": "an account with a cloud",
     "kubernetes": "a Kubernetes cluster",
     "network": "the Internet",
+    "package": "a package of its own",
     "hosts": "several hosts",
     "minutes": "minutes of a quiet machine",
 }

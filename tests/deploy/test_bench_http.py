@@ -29,7 +29,8 @@ from paceline.deploy.bench.http import Counters, Shares, late_share
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 METRICS = {
-    "speculative_decoding": {"num_steps": 2, "num_draft_tokens": 3},
+    "num_steps": 2,
+    "speculative_decoding": {"num_draft_tokens": 3},
     "kv_bytes": 2048,
     "kv_source": ["link"],
     "tokens_by_source": {"target": 2, "suffix": 0, "draft": 2},

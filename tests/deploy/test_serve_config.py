@@ -39,7 +39,7 @@ def test_how_many_there_are_is_said_apart() -> None:
 
 
 def test_between_how_many_is_said_apart_as_well() -> None:
-    """Neither bounds nor how the load is followed restart anybody; without `max_replicas` all is as it was."""
+    """Other bounds restart nobody; without `max_replicas` all is as it was."""
     before, after = app(), app("decode.max_replicas=3", "scaling.busy=0.5")
     (decode,) = [d for d in after["deployments"] if d["name"] == "decode"]
 

@@ -13,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from docs_site import blocks, made
 
+import client_environments
 from paceline.cluster.config import ClusterConfig, check_config, load_config
 from paceline.cluster.errors import ConfigError
 from paceline.cluster.metrics import Metrics
@@ -96,6 +97,17 @@ def test_every_command_that_pages_name_exists() -> None:
             assert words in known, f"{page}: paceline {words}"
         for found in re.finditer(r"(?:`|\$ )make ([a-z-]+)", text):
             assert found[1] in verbs, f"{page}: make {found[1]}"
+
+
+def test_clients_are_named_with_the_versions_that_are_run() -> None:
+    """The page's table and the environments in which tests run other people's clients."""
+    rows = [line for line in PAGES["reference/clients.md"].splitlines() if line.startswith("| `")]
+    for name, recipe in client_environments.RECIPES.items():
+        package, version = (
+            recipe.steps[-1][1].split("[")[0].split("==")[0],
+            recipe.steps[-1][1].split("==")[1],
+        )
+        assert any(row.startswith(f"| `{package}` | {version} |") for row in rows), name
 
 
 # --- completeness ------------------------------------------------------------------------------------------

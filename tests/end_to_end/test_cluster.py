@@ -34,7 +34,7 @@ def test_a_chat_answer_took_the_remote_path_and_remote_drafts_were_accepted(clus
     assert metrics["tokens_by_source"]["draft"] >= 0.3 * answer.usage.completion_tokens
     assert metrics["prefill_worker"].startswith("prefill-") and metrics["decode_worker"].startswith("decode-")
     assert metrics["draft_version"] == cluster.worker("draft")["version"] != ""
-    assert metrics["speculative_decoding"]["mean_accepted_length"] > 1.5
+    assert metrics["speculative_decoding"]["mean_acceptance_length"] > 1.5
 
 
 def test_streamed_and_whole_answers_are_equal(cluster: Any) -> None:

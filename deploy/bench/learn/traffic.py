@@ -110,7 +110,7 @@ class Cluster:
         for request, raw in zip(requests, raws, strict=True):
             answer = clients.read(raw)
             window.num_tokens += answer.num_tokens
-            window.num_steps += answer.metrics["speculative_decoding"]["num_steps"]
+            window.num_steps += answer.metrics["num_steps"]
             window.num_by_draft += answer.metrics["tokens_by_source"][_DRAFT]
             window.versions.add(str(answer.metrics["draft_version"]))
             texts[request.id] = Text(request, tuple(answer.token_ids))

@@ -117,16 +117,29 @@ def built(name: str) -> Path | None:
     return home / "bin" / "python" if (home / _DONE).is_file() else None
 
 
+def python_of(recipe: Recipe, home: Path) -> Path | None:
+    """The Python in the folder `home`, if it is finished and made of what the recipe says."""
+    done = home / _DONE
+    is_made = done.is_file() and done.read_text() == repr(recipe.steps)
+    return home / "bin" / "python" if is_made else None
+
+
 def build(name: str) -> None:
-    """Make one environment anew, unless it is there as the recipe wants it.
+    """Make one peer's environment.
+
+    Raises:
+        BuildFailed: see `make`.
+    """
+    make(name, RECIPES[name], folder() / name)
+
+
+def make(name: str, recipe: Recipe, home: Path) -> None:
+    """Make an environment anew in the folder `home`, unless it is there as the recipe wants it.
 
     Raises:
         BuildFailed: with the log's name and the last that was said.
     """
-    recipe, home = RECIPES[name], folder() / name
-    wanted = repr(recipe.steps)
-    done = home / _DONE
-    if done.is_file() and done.read_text() == wanted:
+    if python_of(recipe, home) is not None:
         print(f"{name}: there already, in {home}")
         return
     for program, advice in recipe.needs.items():
@@ -144,7 +157,7 @@ def build(name: str) -> None:
         print(f"{name}: {' '.join(part for part in step if not part.startswith('-'))}", flush=True)
         _run([*pip, *step], log, recipe, name)
     _run([python, "-c", recipe.check], log, recipe, name)
-    done.write_text(wanted)
+    (home / _DONE).write_text(repr(recipe.steps))
     print(f"{name}: built in {time.monotonic() - began:.0f} s", flush=True)
 
 

@@ -70,12 +70,14 @@ async def test_a_chat_is_answered_with_usage_metrics_and_the_seed(serve: Serve, 
     assert answer.usage.completion_tokens_details.accepted_prediction_tokens == 6
     served = (answer.model_extra or {})["metrics"]
     assert served["speculative_decoding"] == {
+        "num_spec_steps": 4,
         "num_draft_tokens": 6,
-        "num_accepted_tokens": 6,
-        "num_steps": 4,
-        "acceptance_rate": 1.0,
-        "mean_accepted_length": 1.5,
+        "num_accepted_draft_tokens": 6,
+        "draft_acceptance_rate": 1.0,
+        "mean_acceptance_length": 2.5,
+        "acceptance_histogram": [0, 2, 2],
     }
+    assert served["num_steps"] == 4
     assert (served["decode_worker"], served["decode_workers"]) == ("decode-0", ["decode-0"])
     assert served["kv_source"] == ["link"]
     assert served["tokens_by_source"] == {"target": 0, "draft": 6, "suffix": 0}
