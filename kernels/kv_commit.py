@@ -24,7 +24,7 @@ def kv_commit(
 
     Args:
         pool_LEGSD: changed in place. tables_BX: int32, pool blocks of each stream.
-        starts_B: int32, the position of each root, whose place is right already.
+        starts_B: int32, contiguous, the position of each root, whose place is right already.
         paths_BN: int32, accepted nodes below the root in depth order, then -1: what fused verification leaves on the
             device. Nodes are in topological order, so node j + 1 of a path is never before place j + 1.
         backend: "triton" or "reference".

@@ -25,7 +25,6 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 import torch
-from torch import Tensor
 
 from paceline.cluster.errors import StorageError
 from paceline.cluster.learning.capture import (
@@ -43,7 +42,7 @@ from paceline.cluster.metrics import Metrics
 from paceline.cluster.scheduler import Stream
 from paceline.cluster.types import Request
 from paceline.kernels.top_logits import top_logits
-from paceline.workers.raw_logits import RawLogits
+from paceline.workers.raw_logits import RawLogits, top_of
 
 log = structlog.get_logger(__name__)
 
@@ -188,9 +187,7 @@ class Recorder:
         began = time.perf_counter()
         nodes, counts = self._wanted()
         if nodes:
-            if not isinstance(logits, Tensor):  # on several ranks: only what was noted comes here
-                logits, nodes = logits[nodes].gather(), list(range(len(nodes)))
-            ids, log_probs, log_sums = top_logits(logits.numpy(), self._config.top, rows=nodes)
+            ids, log_probs, log_sums = top_of(logits, nodes, self._config.top)  # only what was noted moves
             halves = (
                 torch.from_numpy(log_probs).clamp_(min=-60000).half()
             )  # numpy's own way takes ten times as long

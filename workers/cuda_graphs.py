@@ -14,8 +14,8 @@ Weights are never part of what was captured, their addresses are: `swap` copies 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +27,12 @@ from paceline.cluster.errors import ModelError
 from paceline.kernels import attention_pieces_reference
 from paceline.kernels.attention_pieces import ARRAYS, Cut, Pieces, plan_pieces
 from paceline.kernels.tree_attention import default_cut
+from paceline.workers.cuda_buffers import Buffer
 from paceline.workers.kv_cache import KVCache
-from paceline.workers.model_batch import PackedBatch
+from paceline.workers.model_batch import PackedBatch, Spine
+
+if TYPE_CHECKING:
+    from paceline.workers.draft_loop import DraftLoop
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Rows of a step. A step runs in the smallest that holds it: at most half of one is idle, and a weight-bound step of
@@ -80,32 +84,11 @@ class StepShape:
         }
 
 
-class _Buffer:
-    """A flat tensor on the device and its twin on the host, filled there and copied at once."""
-
-    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.there = torch.zeros(size, dtype=dtype, device=device)
-        self._here = torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
-        self.array: npt.NDArray[Any] = self._here.numpy()
-        is_cuda = device.type == "cuda"
-        self._copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
-
-    def ready(self) -> None:
-        """Wait until the last copy has read the host's side."""
-        if self._copied is not None:
-            self._copied.synchronize()
-
-    def copy(self) -> None:
-        self.there.copy_(self._here, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
-
-
 class _PieceBuffer:
     """Room for one window's pieces."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
-        self._buffer = _Buffer(sum(int(np.prod(shape)) for shape in shapes.values()), torch.int32, device)
+        self._buffer = Buffer(sum(int(np.prod(shape)) for shape in shapes.values()), torch.int32, device)
         self._arrays: dict[str, npt.NDArray[np.int32]] = {}
         views, at = [], 0
         for name in ARRAYS:
@@ -159,7 +142,7 @@ class StaticStep:
         device = cache.device
         shapes = shape.arrays(cut)
         rows = shape.rows
-        self._inputs = _Buffer(4 * rows, torch.int64, device)
+        self._inputs = Buffer(4 * rows, torch.int64, device)
         self.ids, self.positions, self.slots, self.keep = self._inputs.there.view(4, rows)
         self._pieces = {window: _PieceBuffer(shapes, device) for window in windows}
         self._used: set[int | None] = set()
@@ -194,7 +177,7 @@ class StaticStep:
         if self._graph is not None:
             self._graph.replay()
             return self._logits
-        return self._compute()
+        return self.compute()
 
     def capture(self, pool: Any) -> None:
         """Record the forward, with a batch loaded. `pool`: memory that all graphs share, for one runs at a time."""
@@ -202,14 +185,19 @@ class StaticStep:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), torch.inference_mode():
             for _ in range(2):  # compiles kernels and lets libraries make their workspaces
-                self._compute()
+                self.compute()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.inference_mode(), torch.cuda.graph(graph, pool=pool):
-            self._logits = self._compute()
+        # Another thread may load new weights meanwhile; what it allocates is no part of this.
+        with (
+            torch.inference_mode(),
+            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+        ):
+            self._logits = self.compute()
         self._graph = graph
 
-    def _compute(self) -> Tensor:
+    def compute(self) -> Tensor:
+        """Launch the forward as it is, captured or not: logits [rows, V]."""
         logits: Tensor = self._model(
             input_ids=self.ids[None],
             position_ids=self.positions[None],
@@ -218,7 +206,7 @@ class StaticStep:
             paceline_step=self,
         ).logits[0]
         self._pieces = {window: self._pieces[window] for window in self._used}
-        return logits.float()
+        return logits
 
     def attend(
         self,
@@ -268,6 +256,8 @@ class GraphedDecoder:
     num_too_large: int = 0
     """Batches that no bucket had room for; they ran without buffers."""
     _steps: dict[int, StaticStep] = field(default_factory=dict)
+    _loops: dict[tuple[int, int, int, bool], DraftLoop] = field(default_factory=dict)
+    """By rows, levels, children, and whether there is noise."""
     _pool: Any = None
 
     def takes(self, batch: PackedBatch) -> bool:
@@ -281,7 +271,7 @@ class GraphedDecoder:
         )
 
     def forward(self, batch: PackedBatch) -> Tensor | None:
-        """float32 logits [len(keep), V] on the pool's device, not waited for; None if the batch does not fit."""
+        """Logits [len(keep), V] of the model's type on the pool's device, not waited for; None if the batch does not fit."""
         num_rows = len(batch.slots)
         rows = next(size for size in self.buckets if size >= num_rows)
         step = self._steps.get(rows)
@@ -299,6 +289,55 @@ class GraphedDecoder:
             self.num_too_large += 1
             return None
         return step.run()[: len(batch.keep)]
+
+    @torch.inference_mode()
+    def levels(
+        self, batch: PackedBatch, spine: Spine
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None:
+        """See `ModelRunner.levels`; None if the rows do not fit, or nobody says how they are drawn."""
+        num_rows = len(batch.slots)
+        if spine.draws is None or num_rows > self.max_streams or num_rows > self.buckets[-1]:
+            return None
+        rows = next(size for size in self.buckets if size >= num_rows)
+        is_sampled = any(s.temperature > 0 for s in spine.draws.samplings)
+        vocab_size = int(self.model.config.get_text_config().vocab_size)
+        key = rows, spine.depth, min(spine.width, vocab_size), is_sampled
+        loop = self._loops.get(key)
+        try:
+            if loop is None:
+                steps = [self._make(rows) for _ in range(spine.depth)]
+                from paceline.workers.draft_loop import DraftLoop  # it is made of our steps
+
+                loop = DraftLoop(steps, key[2], is_sampled, vocab_size)
+                loop.load(batch, spine)
+                if self.capture:
+                    self._pool = self._pool or torch.cuda.graph_pool_handle()
+                    loop.capture(self._pool)
+                self._loops[key] = loop
+            else:
+                loop.load(batch, spine)
+        except TooLarge:
+            self.num_too_large += 1
+            return None
+        loop.run()
+        return loop.found(num_rows, spine.chances, spine.floor)
+
+    def on(self, cache: KVCache) -> GraphedDecoder:
+        """The same for another pool; nothing that was made or captured is taken along."""
+        return replace(self, cache=cache, _steps={}, _loops={}, _pool=None)
+
+    @torch.no_grad()
+    def exchange(self, other: GraphedDecoder) -> None:
+        """Between two steps: our model's weights and those of another model of the same shape change places."""
+        theirs = dict(other.model.named_parameters(remove_duplicate=False))
+        seen: set[int] = set()
+        for name, tensor in self.model.named_parameters(remove_duplicate=False):
+            if id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            kept = tensor.clone()
+            tensor.copy_(theirs[name])
+            theirs[name].copy_(kept)
 
     def _make(self, rows: int) -> StaticStep:
         cache = self.cache

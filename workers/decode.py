@@ -38,7 +38,7 @@ from paceline.workers.capture import Recorder
 from paceline.workers.drafters.base import Context, Drafter, make
 from paceline.workers.drafters.fused import FusedDrafter, choices
 from paceline.workers.drafters.remote import RemoteDrafter
-from paceline.workers.engine import Emission, Engine
+from paceline.workers.engine import Emission, Engine, StepResult
 from paceline.workers.kv_receive import HandoffReceiver, Incoming
 from paceline.workers.model_runner import ModelRunner
 from paceline.workers.profile import measure_step_cost
@@ -91,6 +91,10 @@ class DecodeWorker(Worker):
             capture=self._capture,
             compares_drafts=self._served is not None,
         )
+        self._undelivered: StepResult | None = None
+        """What the last step emitted, until its gateways are told."""
+        if runner.decides:
+            self._engine.meanwhile = self._deliver
         if self._capture is not None:
             self._capture.start()
         self._sessions: dict[str, Session] = {}
@@ -157,6 +161,7 @@ class DecodeWorker(Worker):
     # -- engine thread: messages -------------------------------------------------------------------------
 
     def handle(self, peer: wire.Peer, message: Message) -> None:
+        self._deliver()
         match message:
             case Generate():
                 self._generate(peer, message)
@@ -201,6 +206,7 @@ class DecodeWorker(Worker):
         self._sessions[key] = session
 
     def peer_lost(self, peer: wire.Peer) -> None:
+        self._deliver()
         if peer.identity is None:
             return
         incarnation = peer.identity.incarnation
@@ -220,8 +226,25 @@ class DecodeWorker(Worker):
         return self._engine.has_work
 
     def step(self) -> bool:
-        frames: dict[wire.Peer, list[Delta]] = {}
         result = self._engine.step()
+        self._deliver()  # what a step without a forward did not
+        self._undelivered = result
+        if self._engine.meanwhile is None or not self._engine.has_work:
+            self._deliver()
+        if failpoints.enabled:
+            failpoints.hit("mid_stream", *(e.stream.request.id for e in result.emissions if e.finish is None))
+        return result.num_rows > 0
+
+    def _deliver(self) -> None:
+        """The last step's tokens to their gateways.
+
+        Where the forward runs on a device that is done while the next one runs; before anything else is done to a
+        session in any case.
+        """
+        result, self._undelivered = self._undelivered, None
+        if result is None:
+            return
+        frames: dict[wire.Peer, list[Delta]] = {}
         now = time.monotonic()
         for emission in result.emissions:
             session = self._sessions[emission.stream.key]
@@ -237,9 +260,6 @@ class DecodeWorker(Worker):
                 self._ended(session, emission.finish)
         for gateway, deltas in frames.items():
             gateway.send_threadsafe(Deltas(tuple(deltas)))
-        if failpoints.enabled:
-            failpoints.hit("mid_stream", *(e.stream.request.id for e in result.emissions if e.finish is None))
-        return result.num_rows > 0
 
     def _delta(self, session: Session, emission: Emission) -> Delta:
         kv_source, kv_bytes, num_skipped, exposed_s, queued_s = "", 0, 0, 0.0, 0.0
@@ -271,6 +291,7 @@ class DecodeWorker(Worker):
         )
 
     def hand_over(self) -> None:
+        self._deliver()
         for session in list(self._sessions.values()):
             stream = session.stream
             session.gateway.send_threadsafe(Abort(stream.request.id, stream.epoch, "draining"))

@@ -24,6 +24,7 @@ from paceline.cluster.speculation import prefix_hash
 from paceline.cluster.types import DraftOpen, DraftTree
 from paceline.kernels.decide import best
 from paceline.workers.adjust import Changes, TokenCounts, apply_changes
+from paceline.workers.device_step import children_of
 from paceline.workers.draft_spine import extend_spines, is_plain
 from paceline.workers.draft_stream import DraftStream, Level
 from paceline.workers.model_batch import BatchBuilder
@@ -178,6 +179,7 @@ class DraftEngine:
 
         A stream's KV stays: computing all of it again would keep everybody waiting, and costs more than it brings.
         """
+        live.take_graphs(self.runner)
         self.runner, self._choose = live, choose
         num = 0
         for stream in self._streams.values():
@@ -193,7 +195,7 @@ class DraftEngine:
         assert msgspec.structs.replace(theirs, model_version=ours.model_version) == ours, (
             "KV of another shape"
         )
-        weights.cache = self._cache
+        weights.share(self._cache)
 
     def _move(self, stream: DraftStream, weights: ModelRunner) -> None:
         stream.weights = weights
@@ -379,16 +381,21 @@ class DraftEngine:
             else:
                 start = min(stream.num_computed, len(stream.tokens) - 1)
                 builder.add_chunk(table, stream.tokens[start:], start, keep_last=True)
-        logits = self._adjusted(streams[0].weights.forward(builder.build()[0]), streams)
+        weights, batch = streams[0].weights, builder.build()[0]
         ends = np.asarray([len(s.tokens) + len(s.levels) for s in streams], np.int64)
         rows = SamplingRows.build([s.sampling for s in streams], [1] * len(streams), ends)
-        for stream, ids, scores in zip(streams, *self._children(logits, rows, width), strict=True):
+        changes = self._changes(streams)
+        if weights.decides:
+            children = children_of(weights.launch(batch), rows, width, changes)
+        else:
+            children = self._children(apply_changes(weights.forward(batch), *changes), rows, width)
+        for stream, ids, scores in zip(streams, *children, strict=True):
             stream.num_computed = len(stream.tokens) + len(stream.levels)
             stream.levels.append((ids, scores))
 
     @staticmethod
-    def _adjusted(logits: Tensor, streams: list[DraftStream]) -> Tensor:
-        """Bias and penalties as the target will apply them: along the path, here the spine."""
+    def _changes(streams: list[DraftStream]) -> tuple[list[Changes], list[int]]:
+        """Bias and penalties as the target will apply them: along the path, here the spine. As `apply_changes` takes them."""
         found: list[Changes] = []
         starts: list[int] = []
         for index, stream in enumerate(streams):
@@ -398,7 +405,7 @@ class DraftEngine:
                     stream.counts.changes(np.zeros(len(path), np.int64), path, np.asarray([len(path)]))
                 )
                 starts.append(index)
-        return apply_changes(logits, found, starts)
+        return found, starts
 
     def _children(
         self, logits: Tensor, rows: SamplingRows, width: int

@@ -63,9 +63,11 @@ def _run_alike(
         table = pool.table(stream.key)
         builder.add_token(table, stream.levels[-1][0][0], len(stream.tokens) + len(stream.levels) - 1)
     num_most = depth - max(len(stream.levels) for stream in streams)
-    drawn, temperatures = _noise_of(streams, noise, num_most, runner.vocab_size)
+    draws = _draws(streams) if runner.decides else None
+    drawn, temperatures = _noise_of(streams, noise, 0 if draws else num_most, runner.vocab_size)
     chances = np.asarray([math.prod(scores[0] for _, scores in stream.levels) for stream in streams])
-    found = runner.levels(builder.build()[0], Spine(num_most, width, floor, drawn, temperatures, chances))
+    spine = Spine(num_most, width, floor, drawn, temperatures, chances, draws)
+    found = runner.levels(builder.build()[0], spine)
     if found is None:
         return 0
     for ids, shares in zip(found[0].tolist(), found[1].tolist(), strict=True):
@@ -73,6 +75,12 @@ def _run_alike(
             stream.num_computed = len(stream.tokens) + len(stream.levels)
             stream.levels.append((level[0], level[1]))
     return len(found[0]) * len(streams)
+
+
+def _draws(streams: Sequence[DraftStream]) -> SamplingRows:
+    """How each stream's next level is drawn."""
+    ends = [len(stream.tokens) + len(stream.levels) for stream in streams]
+    return SamplingRows([stream.sampling for stream in streams], ends)
 
 
 def _noise_of(

@@ -29,7 +29,7 @@ from paceline.cluster.metrics import Metrics
 from paceline.cluster.model_files import file_sha256, read_object, weight_files, weights_version
 from paceline.cluster.types import DraftPlan, DraftRef, DraftStatus
 from paceline.workers.draft_engine import DraftEngine, probe_logits
-from paceline.workers.model_runner import ModelRunner, load_model, load_model_config
+from paceline.workers.model_runner import ModelRunner, load_model, load_model_config, placed
 
 log = structlog.get_logger(__name__)
 
@@ -115,11 +115,15 @@ class VersionLoader:
         """In a pool of its own, as small as the checks need."""
         base = self._base
         size = base.cache.block_size
+        model = load_model(folder, load_model_config(folder))
+        if base.cache.device.type != "cpu":
+            model = placed(model, base.cache.device, base.cache.dtype)
         runner = ModelRunner(
-            load_model(folder, load_model_config(folder)),
+            model,
             weights_version(folder),
             num_blocks=-(-32 // size) + 1,
             block_size=size,
+            graphs="eager" if base.decides else "off",  # those in force lend it their graphs
         )
         same = (runner.vocab_size, runner.max_context, _shape(runner))
         if same != (base.vocab_size, base.max_context, _shape(base)):

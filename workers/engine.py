@@ -23,13 +23,14 @@ from paceline.cluster.types import SOURCE_DRAFT, SOURCE_NAMES, SOURCE_TARGET, Fi
 from paceline.workers.adjust import Adjuster
 from paceline.workers.capture import Recorder
 from paceline.workers.drafters.base import Drafter, Outcome
+from paceline.workers.fused_sampling import Walk
 from paceline.workers.logprobs import LogprobBook
 from paceline.workers.model_batch import BatchBuilder, KVSend
 from paceline.workers.model_runner import ModelRunner
 from paceline.workers.raw_logits import RawLogits
 from paceline.workers.sampling import CachedNoise, Sample, SamplingRows
 from paceline.workers.token_counts import TokenCounts
-from paceline.workers.verifiers.base import Verifier
+from paceline.workers.verifiers.base import Verdict, Verifier
 from paceline.workers.verifiers.match import Match
 
 SegmentLayerHook = Callable[[Plan, int], None]
@@ -106,6 +107,12 @@ class Engine:
         self.max_context = min(max_context or runner.max_context, runner.max_context)
         self._drafter = drafter
         self._verifier = verifier or Match()
+        self._walks_there = runner.decides and self._verifier.name == Match.name
+        self._verdicts: Sequence[Verdict] | None = None
+        """This step's, if the runner's device made them."""
+        self.meanwhile: Callable[[], None] | None = None
+        """Called in each step when all of it is launched and before anything is waited for: where the forward runs on a
+        device, what is done here costs nothing."""
         self._metrics = metrics or Metrics()
         self._clock = clock
         self._tokens = TokenCounts(self._metrics)
@@ -301,6 +308,8 @@ class Engine:
         rows = self._logprobs.sampled_rows(plan.segments, len(positions)) if self._logprobs else None
         batch.sample = sample = self._sample(sampled, rows, positions if rows is None else positions[rows])
         logits = self.runner.forward(batch)
+        if self.meanwhile is not None:
+            self.meanwhile()
         if self._logprobs:
             self._logprobs.take_prompts(plan.segments, logits)
         if not sampled:
@@ -310,18 +319,34 @@ class Engine:
             self._raw = raw
         if self._logprobs:
             self._logprobs.hold(sampled, raw)
-        return sample.decide(logits, self._noise)
+        decided = sample.decide(logits, self._noise)
+        self._verdicts = None if isinstance(logits, torch.Tensor) else logits.verdicts
+        return decided
 
     def _sample(self, sampled: Sequence[Segment], rows: np.ndarray | None, positions: np.ndarray) -> Sample:
         """How the rows of these segments are drawn; `positions` are the rows' own."""
         counts = [len(s.tree) if s.tree is not None else 1 for s in sampled]
         # The token a node decides stands one position behind the node.
         params = SamplingRows.build([s.stream.request.sampling for s in sampled], counts, positions + 1)
-        return Sample(rows, params, *(self._adjuster.changes(sampled) if self._adjuster else ([], [])))
+        walk = self._walk(sampled) if self._walks_there else None
+        return Sample(rows, params, *(self._adjuster.changes(sampled) if self._adjuster else ([], [])), walk)
+
+    def _walk(self, sampled: Sequence[Segment]) -> Walk:
+        """What a device has to know to accept and commit; a chunk's last row is a tree of its own."""
+        trees, tables, starts = [], [], []
+        for segment in sampled:
+            stream, start = segment.stream, segment.start
+            if segment.tree is None:
+                start += segment.num_rows - 1
+            trees.append(segment.tree or Tree.root_only(int(stream.buffer[start])))
+            tables.append(self.pool.table(stream.key))
+            starts.append(start)
+        return Walk(trees, tables, starts)
 
     def _commit(self, plan: Plan, decided: np.ndarray, usable: np.ndarray) -> StepResult:
         result = StepResult(num_rows=plan.num_rows)
         at = 0
+        verdicts = iter(self._verdicts or ())
         for segment in plan.segments:
             stream = segment.stream
             if not segment.samples:
@@ -331,7 +356,9 @@ class Engine:
                     result.computed.append(stream)
                 continue
             num = segment.num_rows if segment.tree is not None else 1
-            emission, path = self._commit_segment(segment, decided[at : at + num], usable[at : at + num])
+            emission, path = self._commit_segment(
+                segment, decided[at : at + num], usable[at : at + num], next(verdicts, None)
+            )
             result.emissions.append(emission)
             if self._capture is not None and stream.request.capture:
                 self._keep(emission, at, path)
@@ -359,9 +386,12 @@ class Engine:
             self._capture.spoil(emission.stream)
 
     def _commit_segment(
-        self, segment: Segment, decided: np.ndarray, usable: np.ndarray
+        self, segment: Segment, decided: np.ndarray, usable: np.ndarray, verdict: Verdict | None
     ) -> tuple[Emission, tuple[int, ...]]:
-        """Accept a path, move its KV into place, append and cut the tokens; also the path."""
+        """Accept a path, move its KV into place, append and cut the tokens; also the path.
+
+        A `verdict` was made where the logits are, and the KV of its path is in place.
+        """
         stream = segment.stream
         tree = segment.tree
         start = stream.num_output
@@ -370,10 +400,11 @@ class Engine:
             emitted, is_usable, num_drafted = int(decided[0]), bool(usable[0]), 0
             stream.num_computed = stream.num_tokens
         else:
-            verdict = self._verifier.verify(tree, decided)
+            is_placed = verdict is not None
+            verdict = verdict or self._verifier.verify(tree, decided)
             path, emitted, num_drafted = verdict.path, verdict.emitted, tree.num_drafted
             is_usable = bool(usable[[0, *path]].all())
-            if is_usable:
+            if is_usable and not is_placed:
                 self._compact(stream, segment.start, path)
             stream.num_computed = segment.start + 1 + len(path)
         if not is_usable and num_drafted:

@@ -11,6 +11,8 @@ from blake3 import blake3
 from torch import Tensor
 
 from paceline.cluster.types import HeadRange, KVLayout, KVReady
+from paceline.kernels.dispatch import Backend
+from paceline.kernels.kv_commit import kv_commit
 from paceline.kernels.kv_gather import kv_digest, kv_gather
 from paceline.kernels.kv_scatter import kv_scatter
 
@@ -94,6 +96,13 @@ class KVCache:
         if self.on_move is not None:
             self.on_move(source, destination)
         self._pool[:, :, :, destination] = self._pool[:, :, :, source]
+
+    def commit(
+        self, tables_BX: Tensor, starts_B: Tensor, paths_BN: Tensor, *, backend: Backend | None = None
+    ) -> None:
+        """`kv_commit` for this pool: accepted nodes to their places, of all streams at once, paths never seen by the host."""
+        assert self.on_move is None, "other ranks' pools are moved by `move`"
+        kv_commit(self._pool, tables_BX, starts_B, paths_BN, block_size=self.block_size, backend=backend)
 
     def gather(self, layer: int, slots: Tensor) -> Tensor:
         """[2, n, G, D] contiguous copy of K and V rows."""

@@ -18,7 +18,7 @@ from paceline.kernels.tree_attention import AttentionPlan
 from paceline.workers.kv_cache import KVCache
 
 if TYPE_CHECKING:
-    from paceline.workers.sampling import Sample
+    from paceline.workers.sampling import Sample, SamplingRows
 
 LayerHook = Callable[[int], None]
 
@@ -75,6 +75,8 @@ class Spine:
     noise: npt.NDArray[np.float32]
     temperatures: npt.NDArray[np.float32]
     chances: npt.NDArray[np.float64]
+    draws: SamplingRows | None = None
+    """How the first level of each row is drawn, for runners that make their noise themselves; `noise` is empty then."""
 
 
 class BatchBuilder:

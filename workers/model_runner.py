@@ -39,6 +39,7 @@ from paceline.kernels.keyed_noise import gumbel_vocabulary
 from paceline.kernels.step_jit import step
 from paceline.kernels.tree_attention import tree_attention
 from paceline.workers.cuda_graphs import GraphedDecoder, StaticStep
+from paceline.workers.device_step import verify_step
 from paceline.workers.kv_cache import KVCache
 from paceline.workers.layers import can_pack, pack_linears
 from paceline.workers.lean import LeanDecoder, rotations
@@ -52,6 +53,8 @@ Graphs = Literal["off", "eager", "cuda"]
 class _Step:
     cache: KVCache
     batch: PackedBatch
+    slots: Tensor
+    """The batch's, where the pool is: every layer needs them."""
     attention: str
 
 
@@ -87,12 +90,7 @@ def _attention(
         )
         return out[None], None
     cache, batch = paceline_step.cache, paceline_step.batch
-    cache.write(
-        layer,
-        torch.from_numpy(batch.slots).to(cache.device),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-    )
+    cache.write(layer, paceline_step.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
     if batch.on_layer is not None:
         batch.on_layer(layer)
     out = tree_attention(
@@ -174,6 +172,8 @@ class ModelRunner:
             has_scratch=graphs != "off",
         )
         self._is_on_gpu = model.device.type == "cuda"
+        self.decides = graphs != "off"
+        """Whether steps that say how their rows are drawn are decided and committed where the logits are."""
         self._attention = "triton" if self._is_on_gpu else attention
         self._graphed: GraphedDecoder | None = None
         self._model: PreTrainedModel | None = model
@@ -315,32 +315,69 @@ class ModelRunner:
 
         None where no path can do that. The batch's arrays are changed in place.
         """
+        if self._graphed is not None:
+            return self._graphed.levels(batch, spine)
         return None if self._whole is None else self._whole.levels(batch, self.cache, spine)
 
     @torch.inference_mode()
     def forward(self, batch: PackedBatch) -> Tensor:
-        """Run one packed batch; float32 logits [len(keep), V]."""
+        """Run one packed batch; float32 logits [len(keep), V].
+
+        Where this runner `decides` and the batch says how its rows are drawn, `RawLogits` that are decided, and nothing
+        has been waited for.
+        """
         if self._whole is not None:
             return self._whole.forward(batch, self.cache)
         if self._lean is not None:
             return self._lean.forward(batch, self.cache, self._attention)
+        logits = self.launch(batch)
+        if self.decides and batch.sample is not None:
+            return verify_step(logits, batch.sample, self.cache)  # type: ignore[return-value]  # see above
+        return logits.float().cpu()
+
+    @torch.inference_mode()
+    def launch(self, batch: PackedBatch) -> Tensor:
+        """Logits [len(keep), V] of the model's type on the pool's device, not waited for; good until the next launch."""
         assert self._model is not None
         if self._graphed is not None and self._graphed.takes(batch):
             logits = self._graphed.forward(batch)
             if logits is not None:
-                return logits.cpu()  # the one place where the host waits for the device
+                return logits
         device = self.cache.device
+        slots = torch.from_numpy(batch.slots).to(device, non_blocking=True)
         common = {
-            "input_ids": batch.input_ids[None].to(device),
-            "position_ids": batch.position_ids[None].to(device),
+            "input_ids": batch.input_ids[None].to(device, non_blocking=True),
+            "position_ids": batch.position_ids[None].to(device, non_blocking=True),
             "use_cache": False,
-            "paceline_step": _Step(self.cache, batch, self._attention),
+            "paceline_step": _Step(self.cache, batch, slots, self._attention),
         }
         if len(batch.keep) == 0:
             self._model.base_model(**common)
-            return torch.empty(0, self.vocab_size)
-        out: Tensor = self._model(**common, logits_to_keep=batch.keep.to(device)).logits[0]
-        return out.float().cpu()
+            return torch.empty(0, self.vocab_size, dtype=self.cache.dtype, device=device)
+        keep = batch.keep.to(device, non_blocking=True)
+        out: Tensor = self._model(**common, logits_to_keep=keep).logits[0]
+        return out
+
+    def share(self, cache: KVCache) -> None:
+        """Keep K and V in another runner's pool, of the same layout, from now on."""
+        self.cache = cache
+        if self._graphed is not None:
+            self._graphed = self._graphed.on(cache)
+
+    @torch.no_grad()
+    def take_graphs(self, other: ModelRunner) -> None:
+        """Between two steps: what `other` captured is replayed with our weights, and `other` goes on without graphs.
+
+        The weights of both change places, in place: addresses are part of what was captured, weights are not. Two runners
+        of one shape and pool; without captured graphs nothing changes but the time of a step.
+        """
+        theirs, ours = other._graphed, self._graphed
+        if self is other or theirs is None or ours is None or not theirs.capture:
+            return
+        assert self.cache is other.cache, "graphs write into the pool that they were captured with"
+        theirs.exchange(ours)
+        self._model, other._model = other._model, self._model
+        self._graphed, other._graphed = theirs, ours
 
 
 def _difference(found: Tensor, plain: Tensor) -> str:
@@ -384,7 +421,7 @@ def load_runner(
     reason = f"{kv_memory_mb} MB / ({per_block} bytes a block of {block_size} tokens)"
     model = load_model(folder, config)
     if device != "cpu":
-        model = model.to(device=torch.device(device), dtype=dtype)
+        model = placed(model, torch.device(device), dtype)
     version = served_version(folder, int8_weights=int8_weights)
     try:
         runner = ModelRunner(
@@ -494,6 +531,19 @@ def load_model(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:
     _check_tensors(folder, model, found)
     loaded: PreTrainedModel = model.eval().requires_grad_(False)
     return loaded
+
+
+def placed(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """The model on this device in this type; the frequencies of rotations stay what they are.
+
+    Rounded to eight bits of mantissa they would turn a token at position 8,192 by tens of radians too far or too little.
+    """
+    exact = {name: buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
+    model = model.to(device=device, dtype=dtype)
+    for name, buffer in exact.items():
+        place, _, last = name.rpartition(".")
+        setattr(model.get_submodule(place), last, buffer.to(device))
+    return model
 
 
 @contextmanager

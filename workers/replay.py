@@ -166,6 +166,7 @@ class _NoTarget:
     """What an engine asks of its model besides logits."""
 
     version = "text"
+    decides = False
 
     def __init__(self, num_blocks: int, vocab_size: int, max_context: int) -> None:
         self.vocab_size, self.max_context = vocab_size, max_context

@@ -24,7 +24,7 @@ from paceline.kernels.decide import decide, decide_drawn
 from paceline.kernels.filter_logits import filter_logits
 from paceline.kernels.keyed_noise import gumbel_vocabulary
 from paceline.workers import fused_sampling
-from paceline.workers.adjust import Changes, apply_changes, joined_changes
+from paceline.workers.adjust import Changes, apply_changes
 from paceline.workers.raw_logits import RawLogits
 
 
@@ -219,16 +219,15 @@ class Sample:
     changes: Sequence[Changes]
     starts: Sequence[int]
     """As `apply_changes` takes them, counted among the R."""
+    walk: fused_sampling.Walk | None = None
+    """The trees that these rows are the nodes of, for runners that accept and commit on their device."""
 
     def decide(
         self, logits: RawLogits, noise: NoiseSource
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """`choose` for these rows; where they lie on several ranks, those have decided already."""
+        """`choose` for these rows; where they are not here, that has been done where they are."""
         if not isinstance(logits, Tensor):
             assert logits.decided is not None
             return logits.decided
         rows = logits if self.rows is None else logits[torch.from_numpy(self.rows)]
-        if rows.is_cuda:  # changes, filters, noise and choice in one
-            changes = joined_changes(self.changes, self.starts) if self.changes else None
-            return fused_sampling.choose(rows, self.params.samplings, self.params.positions, changes)
         return choose(apply_changes(rows, self.changes, self.starts), self.params, noise)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,13 +25,22 @@ from paceline.cluster.errors import GangLost, ModelError
 from paceline.cluster.model_files import weights_version
 from paceline.cluster.types import KVReady
 from paceline.kernels.penalties import penalise
+from paceline.kernels.top_logits import top_logits
 from paceline.workers.kv_cache import KVCache
 from paceline.workers.model_batch import BatchBuilder, PackedBatch
-from paceline.workers.model_runner import ModelRunner, kv_shape, load_model, load_model_config, text_config
+from paceline.workers.model_runner import (
+    ModelRunner,
+    kv_shape,
+    load_model,
+    load_model_config,
+    placed,
+    text_config,
+)
 from paceline.workers.parallel.frames import Draws, End, Frame, Move, Place, Rows, Step, encode
 from paceline.workers.parallel.group import Group
 from paceline.workers.parallel.logits import draws_of, merge, rank_part
 from paceline.workers.parallel.shards import Shape, cut_model, heads_of, vocabulary
+from paceline.workers.raw_logits import Top
 from paceline.workers.sampling import CachedNoise, DirectNoise, Sample, SamplingRows, choose
 
 if TYPE_CHECKING:
@@ -69,7 +79,7 @@ class RankRunner(ModelRunner):
         cut_model(model, shape, group)
         if group.device.type == "cuda":
             torch.cuda.set_device(group.device)
-            model = model.to(device=group.device, dtype=torch.bfloat16)
+            model = placed(model, group.device, torch.bfloat16)
         super().__init__(
             model,
             version,
@@ -107,6 +117,9 @@ class RankRunner(ModelRunner):
 class PartedLogits:
     """Rows of the leader's last step; see `paceline.workers.raw_logits.PartedRows`."""
 
+    verdicts = None
+    """Trees are walked by the engine."""
+
     def __init__(
         self,
         runner: ParallelRunner,
@@ -127,6 +140,10 @@ class PartedLogits:
     def gather(self) -> Tensor:
         """float32 [n, V]; before the runner's next step."""
         return self._runner.rows_of(self._step, self._rows)
+
+    def top(self, rows: Sequence[int], num_wanted: int) -> Top:
+        """Of those rows, which alone come to the leader."""
+        return top_logits(self[np.asarray(rows, np.int64)].gather().numpy(), num_wanted)
 
 
 class ParallelRunner(RankRunner):
