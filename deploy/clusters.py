@@ -86,13 +86,18 @@ def drain(
     ] = "",
     limit_s: Annotated[float, typer.Option(min=1, max=86400, help="Until then it has to be empty.")] = 300.0,
 ) -> None:
-    """Empty a node of the Ray cluster before its host is serviced: its workers move, streams go on. Run it on any node."""
+    """Empty a node of the Ray cluster before its host is serviced: its workers move, streams go on.
+
+    Run it on that host: only there it keeps `ray up` from starting Ray again; elsewhere, on any node.
+    """
     nodes = leave.RayNodes()
     node_id = leave.find(nodes.all(), nodes.here, node)
 
     def say(text: str) -> None:
         err.print(f"  {text}", markup=False, soft_wrap=True)
 
+    if node_id in nodes.here and leave.stay_away(local.home()):
+        say(f"Ray starts here again once you `touch {local.home() / leave.JOINS}`")
     if left := leave.leave(nodes, node_id, limit_s, say):
         raise PacelineError(f"after {limit_s:.0f} s still there: {', '.join(left)}")
     out.print("drained: nothing of Paceline runs there, and Ray places nothing there any more")

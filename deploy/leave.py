@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from paceline.cluster.errors import ConfigError, PacelineError, Unavailable
@@ -17,6 +18,8 @@ from paceline.deploy.serve_config import APP_NAME
 
 _REPLICA = f"SERVE_REPLICA::{APP_NAME}#"
 _POLL_S = 0.5
+JOINS = "joins"
+"""File in PACELINE_HOME of a host of `ray up`: while it is there, Ray's autoscaler may start Ray there, and start it again."""
 _REASON = "DRAIN_NODE_REASON_PREEMPTION"
 """Ray's word for a node that leaves at a given time, whatever it is doing then; the other reason is refused by busy ones."""
 
@@ -89,6 +92,18 @@ def find(nodes: Iterable[Mapping[str, Any]], here: Iterable[str], wanted: str) -
             f"node {found[0]}: the head cannot leave; `ray down` or `paceline stop` ends the cluster"
         )
     return str(node["NodeID"])
+
+
+def stay_away(home: Path) -> bool:
+    """Keep Ray from being started on this host again: the autoscaler of `ray up` would, as soon as it missed the node.
+
+    Returns whether there is one that looks.
+    """
+    mark = home / JOINS
+    if not mark.exists():
+        return False
+    mark.unlink()
+    return True
 
 
 def leave(nodes: RayNodes, node_id: str, limit_s: float, say: Callable[[str], None]) -> list[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.cluster.errors import ConfigError
-from paceline.deploy.leave import find, leave
+from paceline.deploy import leave as leave_module
+from paceline.deploy.leave import JOINS, find, leave, stay_away
 
 
 def node(number: int, **resources: float) -> dict[str, Any]:
@@ -63,6 +65,16 @@ def test_any_other_is_refused(here: list[str], wanted: str, words: str) -> None:
         find([HEAD, ONE, TWO], here, wanted)
 
     assert words in str(refused.value)
+
+
+def test_a_host_of_ray_up_is_not_started_again(tmp_path: Path) -> None:
+    """Only where `ray up` left its mark is there anything to keep away; the mark is the one that its commands ask for."""
+    assert not stay_away(tmp_path)
+    (tmp_path / JOINS).touch()
+
+    assert stay_away(tmp_path) and not (tmp_path / JOINS).exists()
+    template = (Path(leave_module.__file__).parent / "cluster.yaml.j2").read_text()
+    assert f"touch ~/.paceline/{JOINS}\n" in template and f"test -e ~/.paceline/{JOINS} " in template
 
 
 def test_it_waits_until_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,14 @@ def cluster(hosts: Hosts, wheel: Path) -> Iterator[str]:
         time.sleep(0.5)
     print(f"nothing is left {time.monotonic() - began:.1f} s after `ray down` began")
     assert {name: hosts.remains(name) for name in hosts.address} == {"head": [], "one": [], "two": []}
+
+
+def until(condition: Callable[[], bool], limit_s: float, what: str) -> None:
+    """Wait for something to become true."""
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, f"{what}: not within {limit_s:g} s"
+        time.sleep(0.5)
 
 
 def serve_logs(hosts: Hosts) -> str:
@@ -229,3 +237,15 @@ def test_a_host_is_emptied_before_it_is_serviced(hosts: Hosts, cluster: str) -> 
 
     assert done.returncode == 0 and "drained" in done.stdout, done.stdout + done.stderr
     assert "prefill" not in workers(hosts)
+    until(lambda: hosts.commands("one") == [], 15.0, "nothing of Ray on the host")
+
+
+def test_a_host_that_was_emptied_stays_away_until_it_is_back(hosts: Hosts, cluster: str) -> None:
+    """Ray's autoscaler misses it for half a minute and starts Ray on it again; then its prefill worker would be there again."""
+    time.sleep(50.0)
+    assert hosts.address["one"] not in nodes(hosts) and "prefill" not in workers(hosts)
+
+    assert hosts.on("one", "touch ~/.paceline/joins").returncode == 0
+
+    until(lambda: workers(hosts).get("prefill", {}).get("state") == "ready", 150.0, "its prefill worker")
+    assert workers(hosts)["prefill"]["node"].startswith("one/")
