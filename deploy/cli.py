@@ -217,6 +217,13 @@ def bench(
             "--http", help="Instead: a whole cluster over HTTP against the engine with equal threads."
         ),
     ] = False,
+    gpu: Annotated[
+        bool,
+        typer.Option(
+            "--gpu",
+            help="Instead: this machine's GPU, kernels against floors and libraries, steps of an 8B's shape.",
+        ),
+    ] = False,
     settings: Settings = None,
     out_file: Annotated[Path | None, typer.Option("--json", help="Also write the JSON object here.")] = None,
 ) -> None:
@@ -226,7 +233,11 @@ def bench(
     # Imports torch, which reads its threads' environment once: hence here, after that was set.
     from paceline.deploy.bench import main as bench_main
 
-    if http:
+    if gpu:
+        from paceline.deploy.bench import gpu as bench_gpu
+
+        result = bench_gpu.run(only=scenario or (), quick=quick, json_path=out_file)
+    elif http:
         result = bench_main.run_http(
             target=target,
             draft=draft,

@@ -79,7 +79,7 @@ class Trees:
     """Draft trees of S streams, one behind the other in the rows.
 
     starts: int32 [S + 1], the nodes of stream s are rows [starts[s], starts[s + 1]), the root first. tokens: int32 [N].
-    parents: int32 [N], counted in the tree, -1 at a root, below its own node otherwise. max_nodes, max_depth: of any tree.
+    parents: int32 [N], counted in the tree, -1 at a root, below its own node otherwise. max_nodes, max_depth: no tree has more.
     """
 
     starts_S1: Tensor

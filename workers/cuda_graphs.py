@@ -24,12 +24,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.cluster.errors import ModelError
+from paceline.cluster.speculation import Tree
 from paceline.kernels import attention_pieces_reference
 from paceline.kernels.attention_pieces import ARRAYS, Cut, Pieces, plan_pieces
 from paceline.kernels.tree_attention import default_cut
 from paceline.workers.cuda_buffers import Buffer
 from paceline.workers.kv_cache import KVCache
-from paceline.workers.model_batch import PackedBatch, Spine
+from paceline.workers.model_batch import BatchBuilder, PackedBatch, Spine
 
 if TYPE_CHECKING:
     from paceline.workers.draft_loop import DraftLoop
@@ -256,8 +257,8 @@ class GraphedDecoder:
     num_too_large: int = 0
     """Batches that no bucket had room for; they ran without buffers."""
     _steps: dict[int, StaticStep] = field(default_factory=dict)
-    _loops: dict[tuple[int, int, int, bool], DraftLoop] = field(default_factory=dict)
-    """By rows, levels, children, and whether there is noise."""
+    _loops: dict[tuple[int, int, int], DraftLoop] = field(default_factory=dict)
+    """By rows, levels and children; each recorded when it is first needed, a tenth of a second or two."""
     _pool: Any = None
 
     def takes(self, batch: PackedBatch) -> bool:
@@ -269,6 +270,17 @@ class GraphedDecoder:
             and len(batch.slots) <= self.buckets[-1]
             and len(batch.attention.tables) <= self.max_streams
         )
+
+    def capture_all(self) -> None:
+        """Record every bucket that the pool can fill now, not in the first requests. Writes into blocks that nobody owns yet."""
+        size = self.cache.block_size
+        for rows in self.buckets:
+            if rows > min(self.max_context, self.cache.num_blocks * size):
+                break
+            builder = BatchBuilder(self.cache)
+            chain = Tree.build(0, [0] * (rows - 1), list(range(-1, rows - 2)))
+            builder.add_tree(list(range(-(-rows // size))), chain, 0)
+            self.forward(builder.build()[0])
 
     def forward(self, batch: PackedBatch) -> Tensor | None:
         """Logits [len(keep), V] of the model's type on the pool's device, not waited for; None if the batch does not fit."""
@@ -299,16 +311,15 @@ class GraphedDecoder:
         if spine.draws is None or num_rows > self.max_streams or num_rows > self.buckets[-1]:
             return None
         rows = next(size for size in self.buckets if size >= num_rows)
-        is_sampled = any(s.temperature > 0 for s in spine.draws.samplings)
         vocab_size = int(self.model.config.get_text_config().vocab_size)
-        key = rows, spine.depth, min(spine.width, vocab_size), is_sampled
+        key = rows, spine.depth, min(spine.width, vocab_size)
         loop = self._loops.get(key)
         try:
             if loop is None:
                 steps = [self._make(rows) for _ in range(spine.depth)]
                 from paceline.workers.draft_loop import DraftLoop  # it is made of our steps
 
-                loop = DraftLoop(steps, key[2], is_sampled, vocab_size)
+                loop = DraftLoop(steps, key[2], vocab_size)
                 loop.load(batch, spine)
                 if self.capture:
                     self._pool = self._pool or torch.cuda.graph_pool_handle()

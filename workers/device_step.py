@@ -12,6 +12,7 @@ KV of its own. On a CPU the same path runs through the kernels' plain twins.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from paceline.cluster.speculation import Tree
+from paceline.cluster.types import Sampling
 from paceline.kernels import verify, verify_reference
 from paceline.kernels.dispatch import Backend
 from paceline.kernels.keyed_noise import gumbel_vocabulary
@@ -60,6 +62,28 @@ def verify_step(
         _commit(found.rows_SD, trees, sample.walk, cache, backend)
     pending = Pending(found.decided_N, found.decided_usable_N, found.rows_SD, sample.walk.trees)
     return DeviceRows(logits_KV, pending)
+
+
+@torch.inference_mode()
+def warm_up(cache: KVCache, vocab_size: int) -> None:
+    """Compile what steps need now, not in the first requests. Writes into blocks that nobody owns yet.
+
+    Greedy and sampled rows, filters, changed entries; plain steps, chains, and trees whose KV moves. What is compiled is
+    kept on disk by Triton, so this takes long once on a machine.
+    """
+    table = list(range(-(-10 // cache.block_size)))
+    changed = Changes(*(np.zeros(1, np.int64),) * 2, np.ones(1), np.ones(1), np.zeros(1))
+    for sampling in (Sampling(0, 0.0), Sampling(0), Sampling(0, 0.8, 20, 0.9)):
+        for depth, num_streams in product((0, 1, 3, 7), (1, 8)):
+            parents = [-1, -1, *range(1, depth)][: depth and depth + 1]
+            tree = Tree.build(0, [0] * len(parents), parents)
+            num = num_streams * len(tree)
+            params = SamplingRows([sampling] * num, [1] * num)
+            walk = Walk([tree] * num_streams, [table] * num_streams, [0] * num_streams)
+            logits = torch.zeros(num, vocab_size, dtype=cache.dtype, device=cache.device)
+            for changes in ([], [changed]):
+                sample = Sample(None, params, changes, [0] * len(changes), walk)
+                assert verify_step(logits, sample, cache).decided is not None
 
 
 def children_of(

@@ -31,13 +31,12 @@ FloatArray = npt.NDArray[np.float32]
 
 
 class DraftLoop:
-    """One bucket's loop: so many rows, levels and children, with noise or without."""
+    """One bucket's loop: so many rows, levels and children."""
 
-    def __init__(self, steps: Sequence[StaticStep], width: int, is_sampled: bool, vocab_size: int) -> None:
+    def __init__(self, steps: Sequence[StaticStep], width: int, vocab_size: int) -> None:
         """`steps`: one for each level, with buffers of their own."""
         self._steps = steps
         self._width = width
-        self._is_sampled = is_sampled
         self._vocab_size = vocab_size
         rows, device = steps[0].shape.rows, steps[0].ids.device
         self._keys = Buffer(4 * rows, torch.int64, device)
@@ -119,11 +118,10 @@ class DraftLoop:
 
     def _compute(self) -> None:
         for level, step in enumerate(self._steps):
-            scores = step.compute().float()
-            if self._is_sampled:
-                keys = self._seeds, self._positions + level, self._choices, self._prompts
-                noise = gumbel_vocabulary(*keys, self._vocab_size)
-                scores = scores / self._temperatures[:, None] + noise * self._noisy[:, None]
+            keys = self._seeds, self._positions + level, self._choices, self._prompts
+            noise = gumbel_vocabulary(*keys, self._vocab_size)
+            # Greedy rows have temperature 1 and none of the noise, which is finite.
+            scores = step.compute().float() / self._temperatures[:, None] + noise * self._noisy[:, None]
             ids, shares = children(scores, self._width)
             self._ids[level].copy_(ids)
             self._shares[level].copy_(shares)

@@ -72,7 +72,7 @@ def changes_on(changes: Changes, num_rows: int, device: torch.device) -> verify.
 
 
 def trees_on(trees: Sequence[Tree], device: torch.device) -> verify.Trees:
-    """Trees whose nodes lie one behind the other."""
+    """Trees whose nodes lie one behind the other. Depths are rounded up: a kernel is compiled for each that there is."""
     starts = np.cumsum([0, *(len(tree) for tree in trees)])
     tokens = np.concatenate([tree.tokens for tree in trees])
     parents = np.concatenate([tree.parents for tree in trees])
@@ -83,7 +83,7 @@ def trees_on(trees: Sequence[Tree], device: torch.device) -> verify.Trees:
         there[num : num + total],
         there[num + total :],
         max_nodes=max(len(tree) for tree in trees),
-        max_depth=max(int(tree.depths.max()) for tree in trees),
+        max_depth=(1 << max(int(tree.depths.max()) for tree in trees).bit_length()) - 1,
     )
 
 

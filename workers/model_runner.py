@@ -39,7 +39,7 @@ from paceline.kernels.keyed_noise import gumbel_vocabulary
 from paceline.kernels.step_jit import step
 from paceline.kernels.tree_attention import tree_attention
 from paceline.workers.cuda_graphs import GraphedDecoder, StaticStep
-from paceline.workers.device_step import verify_step
+from paceline.workers.device_step import verify_step, warm_up
 from paceline.workers.kv_cache import KVCache
 from paceline.workers.layers import can_pack, pack_linears
 from paceline.workers.lean import LeanDecoder, rotations
@@ -271,6 +271,9 @@ class ModelRunner:
         tolerance = _LEAN_TOLERANCE if model.dtype == torch.float32 else _HALF_TOLERANCE
         if difference <= tolerance * max(1.0, float(plain.abs().max())):
             self.path = f"transformers, {graphs} graphs"
+            if self._graphed.capture:
+                self._graphed.capture_all()
+                warm_up(self.cache, self.vocab_size)
         else:
             self._graphed = None
             self.path = f"transformers, graphs not: {reason}"

@@ -39,5 +39,8 @@ def _forward_s(runner: ModelRunner, table: list[int], context: int, num_rows: in
     builder.add_tree(table, tree, context)
     batch = builder.build()[0]
     began = time.perf_counter()
-    runner.forward(batch)
+    if runner.decides:  # as in a step: logits stay where they are
+        runner.launch(batch)[:, :1].cpu()
+    else:
+        runner.forward(batch)
     return time.perf_counter() - began

@@ -32,7 +32,7 @@ from paceline.cluster.errors import PacelineError
 from paceline.cluster.gateway.text import Tokenizer
 from paceline.cluster.types import SOURCE_DRAFT, SOURCE_NAMES, Request, Sampling
 from paceline.deploy import local
-from paceline.deploy.bench import clients, inprocess, report
+from paceline.deploy.bench import clients, handoff, inprocess, report
 from paceline.deploy.bench.clients import Answer
 from paceline.deploy.bench.figures import Count, Figure, alternate, median, rate, ratio
 from paceline.deploy.bench.suite import WAVES, Options, Say, block_size
@@ -255,6 +255,10 @@ class HttpSuite:
 
     def measure(self) -> None:
         """All figures; no cluster is left when this returns."""
+        self._say(f"copying and checking the KV of {handoff.PROMPT} tokens")
+        with inprocess.threads(self._threads):
+            hands = handoff.Handoff(handoff.random_runner(self._options.seed))
+            self.report.figures["kv.handoff_share"] = hands.share(2 if self._options.quick else _LONG_GROUPS)
         with self._cluster(self._settings):
             for name in self._options.scenarios:
                 for streams in self._options.streams:

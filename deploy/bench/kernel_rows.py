@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -11,11 +11,14 @@ import torch
 @dataclass(frozen=True, slots=True)
 class Runs:
     """Calls on inputs that exist already. ours: no host synchronisation. plain: the torch operations, None if there is
-    nothing to compare with.
+    nothing to compare with. others: libraries that are installed here, by name.
     """
 
     ours: Callable[[], object]
     plain: Callable[[], object] | None = None
+    others: Mapping[str, Callable[[], object]] = field(default_factory=dict)
+    can_capture: bool = False
+    """Whether torch's and the others' calls may be captured in a CUDA graph, as ours are."""
 
 
 def nothing_else(_: torch.device) -> float:
@@ -35,3 +38,12 @@ class Row:
     figure: str = ""
     least_seconds: Callable[[torch.device], float] = nothing_else
     """Time that arithmetic takes at least on this device."""
+    has_bandwidth: bool = False
+    """Whether the share of a copy's bandwidth is a figure of its own."""
+
+    def names(self) -> list[str]:
+        """Its figures."""
+        if not self.figure:
+            return []
+        kinds = ["floor", "vs_torch", *(["bandwidth", "vs_best"] if self.has_bandwidth else [])]
+        return [f"{self.figure}_{kind}" for kind in kinds]

@@ -3,7 +3,7 @@
     python -m paceline.deploy.bench.kernels [NAME ...]
 
 Each row runs on inputs of its own, several copies of them where one would stay in the L2 cache, captured in a CUDA graph
-as in a serving step; what plain torch cannot have captured runs as it is. Ours, torch and a copy of memory alternate, 30
+as in a serving step; what plain torch cannot have captured runs as it is. Ours, torch, other libraries that are installed and a copy of memory alternate, 30
 rounds; a ratio is taken in each round (`figures`). The floor is the bytes that have to move over the bandwidth that the
 copy reaches, or the time of arithmetic that cannot be left out, whichever is longer; docs/kernels.md says which.
 
@@ -40,9 +40,14 @@ class Measured:
     floor: Figure
     vs_torch: Figure | None
     floor_seconds: float
+    vs_best: Figure | None = None
+    best: str = ""
+    """The fastest of torch and the other libraries."""
 
     def line(self) -> str:
         torch_part = "" if self.vs_torch is None else f"  torch / ours {self.vs_torch}"
+        if self.vs_best is not None and self.best != "torch":
+            torch_part += f"  {self.best} / ours {self.vs_best}"
         return (
             f"{self.row.name:<28} floor {self.floor_seconds * 1e6:9.1f} us  ours {self.ours.value * 1e6:9.1f} us"
             f"  ours / floor {self.floor}{torch_part}"
@@ -52,7 +57,14 @@ class Measured:
         """Under the figure's name of the row, if it has one, else under the row's own."""
         name = self.row.figure or f"kernel.{self.row.name.replace(' ', '_')}"
         found = self.floor.entries(f"{name}_floor") | {f"{name}_us": self.ours.value * 1e6}
-        return found | ({} if self.vs_torch is None else self.vs_torch.entries(f"{name}_vs_torch"))
+        if self.vs_torch is not None:
+            found |= self.vs_torch.entries(f"{name}_vs_torch")
+        if self.row.has_bandwidth:
+            share = Figure(1 / self.floor.value, 1 / self.floor.hi, 1 / self.floor.lo)
+            found |= share.entries(f"{name}_bandwidth")
+            if self.vs_best is not None:
+                found |= self.vs_best.entries(f"{name}_vs_best")
+        return found
 
 
 def measure(row: Row, device: torch.device) -> Measured:
@@ -66,10 +78,13 @@ def measure(row: Row, device: torch.device) -> Measured:
         "ours": _block([runs.ours for runs in made], is_captured=True),
         "copy": _block([lambda: target.copy_(source)], is_captured=True),
     }
+    peers = {name: [runs.others[name] for runs in made] for name in made[0].others}
     plain = [runs.plain for runs in made if runs.plain is not None]
     if plain:
-        blocks["torch"] = _block(plain, is_captured=False)
+        peers = {"torch": plain, **peers}
+    blocks |= {name: _block(calls, is_captured=made[0].can_capture) for name, calls in peers.items()}
     counts = alternate(blocks, _ROUNDS)
+    best = min(peers, key=lambda name: unit_seconds(counts[name]).value, default="")
     seconds_a_byte = unit_seconds(counts["copy"]).value / (2 * _COPY_BYTES)
     floor_seconds = max(row.bytes_moved * seconds_a_byte, row.least_seconds(device))
     ours = unit_seconds(counts["ours"])
@@ -79,6 +94,8 @@ def measure(row: Row, device: torch.device) -> Measured:
         ours.times(1 / floor_seconds),
         ratio(counts["ours"], counts["torch"]) if plain else None,
         floor_seconds,
+        ratio(counts["ours"], counts[best]) if best else None,
+        best,
     )
 
 
@@ -143,8 +160,7 @@ def main(names: Sequence[str]) -> int:
         print("no CUDA device: not run")
         for row in rows:
             print(f"{row.name:<28} {row.shape}: {row.bytes_moved / 1e6:.1f} MB to move; not run")
-            if row.figure:
-                figures |= {f"{row.figure}_floor": "not run", f"{row.figure}_vs_torch": "not run"}
+            figures |= dict.fromkeys(row.names(), "not run")
         print(json.dumps({"device": None, "figures": figures}))
         return 0
     device = torch.device("cuda", torch.cuda.current_device())

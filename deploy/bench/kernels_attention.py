@@ -1,13 +1,15 @@
 """Shapes of attention and of moving KV -> rows of the kernels' card.
 
 An 8B model's attention: 32 query heads, 8 KV heads of 128, bfloat16, blocks of 256 tokens, each stream with a chain of four
-drafted tokens. The torch side is `varlen_attn`, paged, causal, which is right for chains; for moving KV it is indexing.
+drafted tokens. The torch side is `varlen_attn`, paged, causal, which is right for chains; for moving KV it is indexing. FlashInfer is measured where
+it is installed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -60,7 +62,7 @@ def rows() -> list[Row]:
         num_keys = sum(contexts) - shared * (len(contexts) - 1) if shared else sum(contexts)
         shape = f"B={len(contexts)} rows={_ROWS} H={_HEADS} G={_KV_HEADS} D={_DIM} keys={num_keys}"
         make = partial(_attention, contexts, shared)
-        found.append(Row(name, shape, num_keys * _TOKEN_BYTES, make, figure))
+        found.append(Row(name, shape, num_keys * _TOKEN_BYTES, make, figure, has_bandwidth=bool(figure)))
     layers, tokens = 4, 2048
     size = layers * tokens * _TOKEN_BYTES
     shape = f"L={layers} G={_KV_HEADS} N={tokens} D={_DIM}"
@@ -135,7 +137,47 @@ def _attention(contexts: Sequence[int], shared: int, device: torch.device, copy:
             block_table=pieces.tables,
         )
 
-    return Runs(ours, plain)
+    others = {}
+    if find_spec("flashinfer"):
+        others["flashinfer"] = _flashinfer(q, (paged_k, paged_v), first, contexts, tables)
+    return Runs(ours, plain, others, can_capture=True)
+
+
+def _flashinfer(
+    q: torch.Tensor,
+    pools: tuple[torch.Tensor, torch.Tensor],
+    first: torch.Tensor,
+    contexts: Sequence[int],
+    tables: np.ndarray,
+) -> Callable[[], object]:
+    """FlashInfer's paged prefill, which is what it has for several rows of a stream; planned once, as in a step's layers."""
+    import flashinfer
+
+    lengths = np.asarray(contexts) + _ROWS
+    used = -(-lengths // _BLOCK)
+    pages = np.concatenate([row[:num] for row, num in zip(tables, used, strict=True)])
+    device = q.device
+
+    def there(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values.astype(np.int32)).to(device)
+
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+        torch.empty(256 << 20, dtype=torch.uint8, device=device), "NHD"
+    )
+    wrapper.plan(
+        first,
+        there(np.concatenate([[0], np.cumsum(used)])),
+        there(pages),
+        there((lengths - 1) % _BLOCK + 1),
+        _HEADS,
+        _KV_HEADS,
+        _DIM,
+        _BLOCK,
+        causal=True,
+        sm_scale=_DIM**-0.5,
+        q_data_type=q.dtype,
+    )
+    return lambda: wrapper.run(q, pools)
 
 
 def _pool(device: torch.device, copy: int, layers: int, num_slots: int) -> torch.Tensor:

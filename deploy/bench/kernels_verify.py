@@ -7,12 +7,14 @@ exponential noise of torch's own generator, argmax; nothing in it waits for the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from paceline.deploy.bench.kernel_rows import Row, Runs
+from paceline.deploy.bench.kernel_rows import Row, Runs, nothing_else
 from paceline.kernels import distill_loss
 from paceline.kernels.verify import Masks, Rows, Trees
 
@@ -38,7 +40,7 @@ def rows() -> list[Row]:
     ):
         num = streams * (drafted + 1)
         is_noisy = name.startswith("verify sampled")
-        least = partial(_noise_seconds, num * VOCAB) if is_noisy else None
+        least = partial(_noise_seconds, num * VOCAB) if is_noisy else nothing_else
         found.append(
             Row(
                 name,
@@ -46,7 +48,7 @@ def rows() -> list[Row]:
                 2 * num * VOCAB,
                 partial(_verify, streams, drafted, columns),
                 figure,
-                **({"least_seconds": least} if least else {}),
+                least,
             )
         )
     found.append(Row("top 128", f"R=96 V={VOCAB}", 2 * 96 * VOCAB, _top))
@@ -103,10 +105,28 @@ def _verify(streams: int, drafted: int, columns: dict[str, float], device: torch
     num = streams * (drafted + 1)
     logits, given = text_like(num, device, copy), rows_on(num, device, columns, copy)
     trees = chains(streams, drafted, device, copy)
+    others = {}
+    if find_spec("flashinfer") and not columns:
+        others["flashinfer"] = _flashinfer(logits, trees, streams, drafted)
     return Runs(
         lambda: verify_triton.verify(logits, given, trees),
         partial(torch_chain, logits, given, trees, columns),
+        others,
     )
+
+
+def _flashinfer(logits: Tensor, trees: Trees, streams: int, drafted: int) -> Callable[[], object]:
+    """Its speculative sampling of chains, by the ratio rule: it takes probabilities of both models, in memory."""
+    from flashinfer import sampling
+
+    drafts = trees.tokens_N.view(streams, drafted + 1)[:, 1:].contiguous()
+    q = torch.full((streams, drafted, VOCAB), 1 / VOCAB, device=logits.device)
+
+    def run() -> object:
+        p = logits.float().softmax(-1).view(streams, drafted + 1, VOCAB)
+        return sampling.chain_speculative_sampling(q, drafts, p)
+
+    return run
 
 
 def torch_chain(logits: Tensor, given: Rows, trees: Trees, columns: dict[str, float]) -> Tensor:

@@ -244,7 +244,7 @@ def test_a_quick_run_measures_a_cluster_and_ends_it(tmp_path: Path) -> None:
     assert found["exactness"]["mismatches"] == 0 and found["exactness"]["num_tokens"] > 500
     assert figures["kv.remote_share"] == 1 and found["complaints"] == []
     names = {f"http.vs_engine.{n}" for n in (1, 4)} | {"kv.digest_share", "kv.exposed_share", "kv.exposed_ms"}
-    names |= {"kv.prompt_bytes", "draft.remote.accepted_share", "draft.late_share"}
+    names |= {"kv.prompt_bytes", "draft.remote.accepted_share", "draft.late_share", "kv.handoff_share"}
     assert all(0 <= figures[f"{n}.lo"] <= figures[n] <= figures[f"{n}.hi"] for n in names)
     assert figures["kv.prompt_bytes"] == 999 * 3 * 2 * 2 * 64 * 4
     assert {"gateway", "decode", "prefill", "draft", "clients", "engine alone"} <= set(

@@ -48,13 +48,13 @@ def ranks_of(cluster: Any) -> list[psutil.Process]:
 
 
 def leader_of(rank: psutil.Process, workers: list[dict[str, Any]]) -> dict[str, Any]:
-    """The worker to whose address the rank is connected."""
-    theirs = {c.raddr.port for c in rank.net_connections("tcp") if c.raddr}
-    for worker in workers:
-        listening = psutil.Process(worker["pid"]).net_connections("tcp")
-        if theirs & {c.laddr.port for c in listening if c.status == psutil.CONN_LISTEN}:
-            return worker
-    raise AssertionError(f"rank {rank.pid} belongs to no worker")
+    """The worker with which the rank has most connections: one that prefills has a link to each decode worker as well."""
+
+    def ports(process: psutil.Process) -> set[tuple[int, int]]:
+        return {(c.laddr.port, c.raddr.port) for c in process.net_connections("tcp") if c.raddr}
+
+    mine = {(there, here) for here, there in ports(rank)}
+    return max(workers, key=lambda worker: len(mine & ports(psutil.Process(worker["pid"]))))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

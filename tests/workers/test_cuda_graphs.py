@@ -229,6 +229,17 @@ def test_a_bucket_has_room_for_the_worst_step_of_its_size(rows: int, split: int 
                 assert all(have >= want for have, want in zip(room, arrays[name].shape, strict=True)), name
 
 
+def test_every_bucket_can_be_made_before_the_first_request() -> None:
+    """Those that fit into context and pool; the steps behind it are what they are."""
+    ours = runner(llama(), "eager")
+    assert ours._graphed is not None
+    ours._graphed.capture_all()
+    assert sorted(ours._graphed._steps) == list(BUCKETS)
+
+    expected = runner(llama()).forward(steps(ours)[0])
+    assert torch.allclose(ours.forward(steps(ours)[0]), expected, atol=1e-5)
+
+
 def weights(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in model.named_parameters()}
 
@@ -276,9 +287,9 @@ def test_graphs_equal_eager_and_never_wait_for_the_device(tmp_path: Path) -> Non
     """Replays give the eager twin's logits bit for bit, also after a swap; only reading the logits synchronises."""
     model = llama(0).to("cuda", torch.bfloat16)
     eager, graphs = runner(model, "eager"), runner(model, "cuda")
+    assert graphs._graphed is not None and all(step._graph for step in graphs._graphed._steps.values())
     for eager_batch, batch in zip(steps(eager), steps(graphs), strict=True):
         assert torch.equal(eager.forward(eager_batch), graphs.forward(batch))
-    assert graphs._graphed is not None
     batch = steps(graphs)[5]
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -1,6 +1,6 @@
 """Steps that are decided and committed where their logits are -> the texts of the plain path; drafts from one loop alike.
 
-On a CPU all of it runs through the kernels' plain twins; the same tests run on a GPU where there is one.
+On a CPU all of it runs through the kernels' plain twins; where there is a GPU, the last tests run the captured steps there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Pr
 from paceline.cluster.scheduler import Stream
 from paceline.cluster.speculation import Tree
 from paceline.cluster.types import SOURCE_DRAFT, DraftOpen, DraftTree, Request, Sampling
-from paceline.workers.device_step import DeviceRows, Pending, children_of, verify_step
+from paceline.workers.device_step import DeviceRows, Pending, children_of, verify_step, warm_up
 from paceline.workers.draft_engine import DraftEngine
 from paceline.workers.drafters.base import Drafter
 from paceline.workers.engine import Engine, StepResult
@@ -61,8 +61,8 @@ def model_of(family: str, seed: int = 0) -> PreTrainedModel:
     return model.eval().requires_grad_(False)  # type: ignore[no-any-return]
 
 
-def runner(family: str = "llama", graphs: str = "eager", seed: int = 0) -> ModelRunner:
-    model = model_of(family, seed)
+def runner(family: str = "llama", graphs: str = "eager", seed: int = 0, device: str = "cpu") -> ModelRunner:
+    model = model_of(family, seed).to(device)
     return ModelRunner(
         model,
         f"{family}{seed}",
@@ -240,6 +240,16 @@ def test_paths_and_kv_are_those_of_the_host(backend: Any) -> None:
     assert torch.equal(cache._pool, wanted._pool) and not torch.equal(cache._pool, pool()._pool)
 
 
+def test_all_kinds_of_steps_are_tried_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of every kind, with trees that move KV, in a pool however small its blocks are."""
+    moved: list[tuple[int, ...]] = []
+    cache = pool()
+    monkeypatch.setattr(cache, "commit", lambda _, __, paths, **___: moved.append(tuple(paths.shape)))
+    warm_up(cache, VOCAB)
+
+    assert set(moved) == {(s, d) for s in (1, 8) for d in (1, 3, 7)}
+
+
 def test_rows_that_stay_on_the_device_give_what_is_asked_for() -> None:
     """Some rows, their largest logits, all of them."""
     logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(1))
@@ -340,3 +350,62 @@ def test_rotations_keep_their_precision_in_bfloat16() -> None:
 
     assert torch.equal(small.model.rotary_emb.inv_freq, exact) and not torch.equal(rounded, exact)
     assert small.dtype == torch.bfloat16 and small.model.embed_tokens.weight.dtype == torch.bfloat16
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_captured_steps_say_what_the_cpu_says(family: str) -> None:
+    """float32 on both: graphs, fused kernels and the commit on the card give the host's texts, drafted or not."""
+    texts, _, _ = texts_of(runner(family, "off"))
+    ours = runner(family, "cuda", device="cuda")
+    assert ours.path == "transformers, cuda graphs"
+
+    assert texts_of(ours)[0] == texts
+    drafted, _, num_accepted = texts_of(ours, Branches(texts))
+    assert drafted == texts and num_accepted > 20
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_step_waits_for_nothing_before_the_verdict_is_looked_at() -> None:
+    """From the batch to the commit of its KV: a synchronisation anywhere is an error."""
+    ours = runner(graphs="cuda", device="cuda")
+    engine = Engine(ours, token_budget=64, max_streams=4, drafter=Branches(texts_of(ours)[0]))
+    for request in REQUESTS[::2]:
+        engine.add(request)
+    for _ in range(3):
+        engine.step()
+    forward = ours.forward
+
+    def strictly(batch: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return forward(batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    ours.forward = strictly  # type: ignore[method-assign]
+
+    assert all(emission.finish != "error" for _ in range(3) for emission in engine.step().emissions)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_captured_loop_drafts_what_the_eager_one_drafts_and_can_be_swapped() -> None:
+    """The same trees; after a swap under the graphs those of the other weights, and back again."""
+    eager = {seed: proposals(runner(seed=seed, device="cuda"), 0.0, repeats=True) for seed in (0, 1)}
+    old, new = runner(graphs="cuda", seed=0, device="cuda"), runner(graphs="eager", seed=1, device="cuda")
+    engine = DraftEngine(old, token_budget=64)
+    engine.attach(new)
+    assert shown(proposals(old, 0.0, repeats=True)) == shown(eager[0]) != shown(eager[1])
+    for live, seed in ((new, 1), (old, 0)):
+        engine.switch(live, lambda *_, live=live: live)
+        engine.pool.forget_all()
+
+        assert shown(proposals(live, 0.0, repeats=True)) == shown(eager[seed])

@@ -36,6 +36,7 @@ from paceline.workers.model_runner import (
     placed,
     text_config,
 )
+from paceline.workers.parallel import device_logits
 from paceline.workers.parallel.frames import Draws, End, Frame, Move, Place, Rows, Step, encode
 from paceline.workers.parallel.group import Group
 from paceline.workers.parallel.logits import draws_of, merge, rank_part
@@ -98,16 +99,21 @@ class RankRunner(ModelRunner):
 
     def compute(self, batch: PackedBatch, draws: Draws | None) -> list[Tensor]:
         """One step. At the leader: what each rank says about the rows that are drawn."""
-        raw = super().forward(batch).cpu()
+        raw = self.launch(batch)
         self._raw = raw if len(raw) else torch.empty(0, self.widths[self.group.rank])
         if draws is None:
             return []
-        return self.group.gather(rank_part(self._raw, draws, self._noise, self._first_id))
+        if self.cache.device.type == "cuda":  # the logits stay where they are
+            part = device_logits.rank_part(self._raw, draws, self._first_id)
+        else:
+            part = rank_part(self._raw, draws, self._noise, self._first_id)
+        return self.group.gather(part)
 
     def collect(self, rows: IntArray) -> Tensor:
         """Rows of the last step's raw logits: whole at the leader, float32 [n, V]; empty elsewhere."""
         mine = torch.zeros(len(rows), max(self.widths))
-        mine[:, : self.widths[self.group.rank]] = self._raw[torch.from_numpy(rows)]
+        chosen = torch.from_numpy(rows).to(self._raw.device)
+        mine[:, : self.widths[self.group.rank]] = self._raw[chosen].float().cpu()
         parts = self.group.gather(mine)
         if not parts:
             return torch.empty(0, self.vocab_size)
@@ -172,7 +178,10 @@ class ParallelRunner(RankRunner):
         if draws is None:
             return PartedLogits(self, self._num_steps, np.arange(num_kept))
         assert sample is not None
-        found = merge(parts, self.widths, draws, sample)
+        if self.cache.device.type == "cuda":
+            found = device_logits.merge(parts, draws, sample, self.cache.device)
+        else:
+            found = merge(parts, self.widths, draws, sample)
         for row in found.undecided:
             found.tokens[row], found.usable[row] = self._decide_whole(row, draws, sample)
         return PartedLogits(self, self._num_steps, np.arange(num_kept), (found.tokens, found.usable))

@@ -27,6 +27,9 @@ RUN_S = 300.0
 _OURS = ("OMP_", "GOMP_", "KMP_", "MKL_", "PYTHON", "VIRTUAL_ENV", "LD_PRELOAD", "NUMBA_", "VLLM_")
 """Beginnings of variables that are not handed on: how our threads wait is no peer's setting."""
 
+_GUARD = 'read _; kill -s KILL -- "-$1"'
+"""Waits until nobody can write to it any more: the bench is gone, however it went."""
+
 Outputs = list[list[int]]
 
 
@@ -78,6 +81,12 @@ class PeerProcess:
                 )
             except OSError as error:
                 raise PeerFailed(f"{self._name}: {python} does not start: {error.strerror}") from None
+        # The kernel ends the peer with us, but not what the peer started, and a stopped process ends by itself at nothing.
+        self._guard = subprocess.Popen(
+            ["/bin/sh", "-c", _GUARD, f"guard of {self._name}", str(self._process.pid)],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
         self._waiting = selectors.DefaultSelector()
@@ -149,6 +158,8 @@ class PeerProcess:
         except ProcessLookupError:
             pass
         self._process.wait()
+        self._guard.kill()
+        self._guard.communicate()
         self._waiting.close()
         self._stdout.close()
 

@@ -118,7 +118,7 @@ def test_what_runs_in_a_peers_python_needs_nothing_of_ours(name: str) -> None:
 
 
 SCRIPTED = """
-import os, sys, time
+import os, subprocess, sys, time
 def environment(settings):
     return settings.get("variables", {})
 class Driver:
@@ -135,6 +135,8 @@ class Driver:
                 os._exit(3)
             case "hang":
                 time.sleep(60)
+            case "start":
+                subprocess.Popen(["sleep", "600"])
             case "complain":
                 raise ValueError(f"{streams} streams are too many")
         return [[len(prompt), *map(int, os.environ.get("ANSWER", "0 0").split())] for prompt in prompts]
@@ -192,28 +194,30 @@ def test_a_peer_that_cannot_says_why(
 
 ORPHAN = """
 import os, signal, sys
+import psutil
 from pathlib import Path
 from paceline.deploy.bench.peers.process import Opening, PeerProcess
 folder, driver = sys.argv[1:]
-peer = PeerProcess(Path(sys.executable), Path(driver), Opening(folder, None, folder, 1, 8, {}))
+peer = PeerProcess(Path(sys.executable), Path(driver), Opening(folder, None, folder, 1, 8, {"do": "start"}))
+peer.run([[1]], 1, 1)
 with peer.stopped():
-    print(peer._process.pid, flush=True)
+    print(peer._process.pid, *(child.pid for child in psutil.Process(peer._process.pid).children()), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 def test_a_peer_does_not_outlive_a_killed_bench_even_while_it_is_stopped(tmp_path: Path) -> None:
-    """A stopped process reads no end of its pipe: the kernel has to end it."""
+    """A stopped process reads no end of its pipe, and what it started has lost nobody: others have to end them."""
     driver = tmp_path / "drive_scripted.py"
     driver.write_text(SCRIPTED)
     command = [sys.executable, "-c", ORPHAN, str(tmp_path), str(driver)]
     killed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    pid = int(killed.stdout)
+    pids = [int(word) for word in killed.stdout.split()]
 
-    assert killed.returncode == -signal.SIGKILL
+    assert killed.returncode == -signal.SIGKILL and len(pids) == 2
     end = time.monotonic() + 10
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < end, "it is still there"
+    while any(psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE for p in pids):
+        assert time.monotonic() < end, f"of {pids} some are still there"
         time.sleep(0.02)
 
 

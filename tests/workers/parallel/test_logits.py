@@ -136,3 +136,44 @@ def test_noise_of_another_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
     )
 
     assert decide_parted(logits, sample, 2)[0].tolist() != wanted
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_on_gpus_decide_what_whole_rows_decide(size: int) -> None:
+    """The fused kernels and what is sent of them, interpreted: plain, greedy, filtered, changed rows; an empty shard; one
+    row that keeps more than is sent is named."""
+    from paceline.workers.parallel import device_logits
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    samplings = [
+        Sampling(1, 1.0),
+        Sampling(2, 0.0),
+        Sampling(3, 0.7, 20, 0.9),
+        Sampling(4, 1.0, 0, 0.7, choice=2, prompt_index=1),
+        Sampling(5, 1.0, 0, 0.999),
+        Sampling(6, 1.2, 0, 1.0, 0.1),
+    ]
+    ids = np.asarray([7, 150, 3])
+    changed = Changes(
+        np.asarray([0, 0, 2]), ids, np.asarray([5.0, 0, 9]), np.ones(3), np.asarray([0, 1.0, 0])
+    )
+    num_ids = 1301 if size == 2 else 8  # the third of three shards is empty
+    if num_ids < 200:
+        changed = Changes(*(column[[0, 2]] for column in changed))
+    sample = sample_of(samplings, ([changed], [0]))
+    logits = random_logits(len(samplings), num_ids, 3)
+    logits[4] *= 0.01  # flat: nearly everything is kept
+    wanted, usable = sample.decide(logits, DirectNoise())
+    draws = draws_of(sample, len(logits))
+    shards = [vocabulary(num_ids, rank, size) for rank in range(size)]
+    parts = [
+        device_logits.rank_part(logits[:, s].contiguous().to(device), draws, s.start, capacity=128)
+        for s in shards
+    ]
+    found = device_logits.merge(parts, draws, sample, device, capacity=128)
+
+    assert found.undecided == ([4] if size == 2 else [])
+    assert np.delete(found.tokens, found.undecided).tolist() == np.delete(wanted, found.undecided).tolist()
+    assert found.usable[[0, 1, 2, 3, 5]].all() and usable.all()
+    assert len({part.numel() for part in parts}) == 1, "a gather takes parts of one size"

@@ -21,6 +21,7 @@ from transformers import (
 from paceline.cluster.errors import GangLost, ModelError
 from paceline.cluster.types import Request, Sampling
 from paceline.workers.engine import Engine
+from paceline.workers.kv_link import LinkStore
 from paceline.workers.parallel import plans
 from paceline.workers.parallel.gang import load_parallel_runner
 from paceline.workers.parallel.group import Group
@@ -155,3 +156,15 @@ def test_a_rank_that_dies_is_lost_in_the_next_call(make_parallel: Callable[..., 
     assert many.gang.lost() == "rank 1 of 2 is gone"
     with pytest.raises(GangLost):
         Engine(many, token_budget=32, max_streams=1).run([Request("r", (5, 6, 7), Sampling(1), 4)])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_nccl_starts_with_one_rank_on_this_gpu() -> None:
+    """All that can be seen of it on one card: two ranks on one are refused by NCCL itself."""
+    store = LinkStore("127.0.0.1", 30.0)
+    group = Group(0, 1, "cuda:0")
+    group.join(store.store, "alone", 30.0)
+    mine = torch.arange(6.0, device="cuda:0")
+
+    assert torch.equal(group.sum(mine).cpu(), torch.arange(6.0))
