@@ -265,8 +265,10 @@ class ScriptedCluster:
         self._num_made += 1
         version = f"{self._num_made:x}".rjust(2, "0") + "feedc0ffee"
         self.skill[version] = self.next_skill
+        began = time.time() - 60
+        rows = [["acme", f"req-{i}-0-0", "20261121T10/decode-0-1.parquet", 64, began + i] for i in range(5)]
         report = {"steps": _NUM_STEPS, "tokens": 81920, "loss": 0.1, "acceptance": self.next_skill,
-                  "requests": [["acme", f"req-{i}", "20261121T10/decode-0-1.parquet", 64] for i in range(5)]}  # fmt: skip
+                  "num_parameters": 1_330_000, "num_bytes": 5_320_000, "requests": rows}  # fmt: skip
         return DraftRef(version, f"memory://drafts/{version}", "ab" * 32), msgspec.json.encode(report)
 
     def _gate_report(self, base: DraftRef, candidate: DraftRef) -> bytes:

@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import msgspec
+
 from paceline.cluster.admin import answers, archive_answers
 from paceline.cluster.admin.problems import AdminError
 from paceline.cluster.registry import records
@@ -192,7 +194,7 @@ class Archive:
         return archive_answers.RunDetail(
             **_run(run),
             loss_curve=curve(run.loss),
-            settings=run.settings,
+            settings=_settings(run.settings),
             ledger=self._ledger_row(rows[0]) if rows else None,
         )
 
@@ -374,6 +376,16 @@ def _run(run: records.Run) -> dict[str, Any]:
         "level": "normal",
         "error": run.error,
     }
+
+
+def _settings(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a run: what it was ordered, field by field; what is empty is left out."""
+    try:
+        order = msgspec.json.decode(str(kept.get("order", "{}")))
+    except msgspec.DecodeError:
+        order = {}
+    given = {**order, **{name: value for name, value in kept.items() if name not in ("order", "kind")}}
+    return {name: value for name, value in given.items() if value not in ("", None, [], {})}
 
 
 def _decision(row: records.LedgerEntry) -> archive_answers.LedgerDecision:

@@ -207,7 +207,7 @@ class Desk:
                 found.append(
                     desk_answers.Trigger(
                         name=f"drift:{entry['domain']}",
-                        label="Drift" + (f" in {entry['domain']}" if entry["domain"] else ""),
+                        label=f"Drift in {entry['domain'] or 'traffic without a domain'}",
                         fires_at=entry["page_hinkley_threshold"],
                         now=entry["page_hinkley"],
                         unit="",

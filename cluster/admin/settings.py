@@ -29,7 +29,7 @@ _SECTIONS = {
 }
 _EDITABLE = frozenset({"gate", "rollout", "guard", "train"})
 _EDITABLE_ALONE = frozenset({"train_automatically", "horizon_h", "min_return"})
-_AT_START = frozenset({"train.zero_stage", "train.method", "train.lora_rank", "rollout.resident"})
+_AT_START = frozenset({"rollout.resident"})
 """What processes settle when they start."""
 _HIDDEN = frozenset({"storage", "registry"})
 """URLs may hold passwords."""

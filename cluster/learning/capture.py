@@ -441,9 +441,14 @@ class Deletion:
 
 
 def delete(
-    fs: FileSystem, root: str, *, tenant: str | None = None, request_id: str | None = None
+    fs: FileSystem,
+    root: str,
+    *,
+    tenant: str | None = None,
+    request_id: str | None = None,
+    at: float | None = None,
 ) -> Deletion:
-    """Delete what was captured of a tenant until now, of a request, or of one tenant's request.
+    """Delete what was captured of a tenant until `at` (Unix seconds; None is now), of a request, or of one tenant's request.
 
     From the moment the tombstone is written no reader sees it. Then the shards that hold it are rewritten without it.
 
@@ -453,7 +458,7 @@ def delete(
     Raises:
         StorageError: the storage cannot be used. If the tombstone was written, the next sweep goes on.
     """
-    path, _ = bury(fs, root, tenant=tenant, request_id=request_id)
+    path, _ = bury(fs, root, tenant=tenant, request_id=request_id, at=at)
     tombstones = Tombstones(fs, root)
     tombstones.refresh()
     cleaned = [_clean(fs, shard, tombstones) for shard in shards(fs, root)]

@@ -98,6 +98,8 @@ class RolloutConfig(Section):
     while drafting is off."""
     resident: Annotated[int, Field(ge=1, le=16)] = 3
     """Versions each draft worker keeps in memory."""
+    kept: Annotated[int, Field(ge=0, le=10_000)] = 16
+    """Versions that serve nobody whose weights stay on storage, the newest; those of revoked ones go at once."""
     backoff_s: Seconds = 600.0
     """No training for so long after a rollback, twice as long after each further one."""
 

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from paceline.cluster.learning import writes
+from paceline.cluster.learning.config import GateConfig, TrainConfig
 from paceline.cluster.learning.orders import OrderSettings
 from paceline.cluster.learning.rollout import Refused
 from paceline.cluster.learning.runs import Kind, Run, best_of
-from paceline.cluster.registry.records import Source, Version
+from paceline.cluster.registry.records import LedgerEntry, Source, Version
 from paceline.cluster.types import DraftRef, ServedStream, TrainerStatus, TrainLevel
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ _RECENT_S = 900.0
 """Traffic of so long is what a decision looks at."""
 _DRIFT_SHARE = 0.25
 """Of `min_requests`: new ones that are enough where acceptance fell."""
+_LASTS_S = 60.0
+"""Decode workers try drafts again and again where they are off: only what lasts so long is a decision."""
 _DECIDE_S = 5.0
 """Between two looks at whether a run pays."""
 
@@ -70,6 +73,8 @@ class Cycle:
         self._rows = writes.LedgerRows(loop.keeper)
         self._revision = 0
         self._last_plan: tuple[Any, ...] = ()
+        self._is_drafting, self._same_since = True, -math.inf
+        """What the ledger says of decode workers, and since when they do so too."""
         self._told: dict[str, tuple[str, int]] = {}
         """By run: the state and step that the registry knows."""
 
@@ -77,6 +82,10 @@ class Cycle:
 
     def tag(self, name: str) -> _Tag:
         return self._tags.setdefault(name, _Tag())
+
+    def waiting(self) -> list[str]:
+        """Candidates that are to be scored again."""
+        return [tag.candidate for tag in self._tags.values() if tag.candidate]
 
     def num_new(self, tag: str) -> int:
         return self._tags[tag].new if tag in self._tags else 0
@@ -143,7 +152,8 @@ class Cycle:
         if now < lane.frozen_until:
             return f"frozen for {lane.frozen_until - now:.0f} s more, after a roll-back"
         if state.candidate:
-            if state.candidate not in loop.versions:
+            known = loop.versions.get(state.candidate)
+            if known is None or known.state == "revoked":
                 state.candidate = ""
             elif self._captured < state.waits_for:
                 return f"{state.candidate} waits for more requests that are held out"
@@ -243,8 +253,12 @@ class Cycle:
         return Run(run_id, kind, tag, base, None, OrderSettings(), reason, actor, now)
 
     def _settings(self, tag: str, *, look: int = 1, since: float = 0.0, rank: tuple[DraftRef, ...] = ()) -> OrderSettings:  # fmt: skip
-        rows, seconds = self._loop.decodes.step_cost
-        return OrderSettings(self._loop.target, look, rows, seconds, 1, rank, since)
+        loop = self._loop
+        rows, seconds = loop.decodes.step_cost
+        streams = min(loop.decodes.streams, loop.config.decode.max_streams)
+        configured, now = loop.config.learning, loop.learning
+        train, gate = _changed(configured.train, now.train), _changed(configured.gate, now.gate)
+        return OrderSettings(loop.target, look, rows, seconds, streams, rank, since, train, gate)
 
     def _add(self, run: Run) -> None:
         log.info("run_begins", run=run.run_id, tag=run.tag, reason=run.reason)
@@ -252,6 +266,17 @@ class Cycle:
         writes.run(self._loop.keeper, run)
         self._loop.save()
         self._loop.plan_changed()
+
+    def drafting(self, is_on: bool, reason: str, now: float) -> None:
+        """Whether decode workers leave drafting off because it does not pay: what lasts is said in the ledger."""
+        if is_on == self._is_drafting or self._same_since == -math.inf:
+            self._same_since = now
+        elif now - self._same_since >= _LASTS_S:
+            self._is_drafting = is_on
+            if is_on:
+                self._rows.end_stop_speculating(now)
+            else:
+                self._rows.stop_speculating(reason, now)
 
     # -- what ends ---------------------------------------------------------------------------------------
 
@@ -330,9 +355,16 @@ class Cycle:
             reason=f"made by {run.run_id}",
             card={name: run.report[name] for name in ("steps", "tokens", "loss", "acceptance") if name in run.report},
         )  # fmt: skip
+        sources = _sources(run.report, now)
         loop.versions[result.version] = version
-        writes.new_version(loop.keeper, version, _sources(run.report, now))
+        writes.new_version(loop.keeper, version, sources)
         loop.ledger.update(run.run_id, version=result.version)
+        deletion = loop.storing.deleting.covering(sources, run.began)
+        if deletion is not None and loop.learning.revoke_deleted:
+            loop.revoke(
+                result.version, f"{deletion.what} was deleted, and it had learned from that", deletion.actor
+            )
+            return
         self.score(run.tag, result.version, f"made by {run.run_id}", run.actor, family=run.run_id)
 
     def _ranked(self, run: Run, now: float) -> None:
@@ -460,6 +492,11 @@ class Cycle:
         """The ledger's row of a run, from before a restart."""
         self._rows.know(run_id, row_id)
 
+    def know_held(self, rows: Sequence[LedgerEntry]) -> None:
+        """What was decided against before a restart, newest first."""
+        self._rows.know_held(rows)
+        self._is_drafting = not self._rows.is_held("stop_speculating")
+
     def keep_ledger(self) -> None:
         """Runs whose versions serve: what they saved so far."""
         for entry in self._loop.ledger.entries:
@@ -470,12 +507,18 @@ class Cycle:
 _KEPT = ("new", "since", "rest_until", "waits_for", "candidate", "looks", "looked_at")
 
 
+def _changed(configured: TrainConfig | GateConfig, now: TrainConfig | GateConfig) -> dict[str, Any]:
+    """Fields that are not as configured."""
+    before = configured.model_dump()
+    return {name: value for name, value in now.model_dump().items() if value != before[name]}
+
+
 def _sources(report: dict[str, Any], now: float) -> list[Source]:
     """What a run learned from, as the trainer says: requests where it names them, else shards and tenants."""
     if report.get("requests"):
         return [
-            Source(str(tenant), str(request_id), str(shard), int(num), now)
-            for tenant, request_id, shard, num in report["requests"]
+            Source(str(tenant), str(request_id), str(shard), int(num), float(created))
+            for tenant, request_id, shard, num, created in report["requests"]
         ]
     lineage = report.get("lineage", {})
     tenants = list(lineage.get("requests_by_tenant", {})) or [""]

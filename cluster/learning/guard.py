@@ -27,6 +27,7 @@ EVICT_AFTER_S = 10.0
 _MIN_EVENTS = 20
 """Fewer make no 99th percentile."""
 _DAY_S = 86_400.0
+_QUIET = "all figures are well under their limits"
 _BLIND_S = 10.0
 """Without any figures for so long, training pauses: nobody could say that it does no harm."""
 
@@ -205,7 +206,7 @@ class Guard:
 
     def _set(self, level: TrainLevel, reason: str, now: float) -> TrainLevel:
         if level != self.level:
-            self.history.append(Change(now, self.level, level, reason))
+            self.history.append(Change(now, self.level, level, reason or _QUIET))
             self.since = now
         self.level, self.reason = level, reason
         return level

@@ -83,6 +83,13 @@ class Entry:
     ledger_id: int = 0
     """The registry's."""
 
+    @property
+    def realised(self) -> float | None:
+        """Seconds it brought: none where the gate refused what came of it; None while nobody knows."""
+        if self.passed:
+            return self.realised_s
+        return 0.0 if self.gate_saving is not None else None
+
 
 @dataclass(slots=True)
 class _Engine:
@@ -277,7 +284,7 @@ class Ledger:
                     "tag": e.tag,
                     "at": e.at,
                     "predicted_s": e.predicted_s,
-                    "realised_s": e.realised_s if e.passed else None,
+                    "realised_s": e.realised,
                     "spent_s": e.spent_s,
                     "gate_saving": e.gate_saving,
                     "still_serving": e.is_serving,

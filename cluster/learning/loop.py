@@ -224,6 +224,9 @@ class LearningLoop:
             self.ledger.observe(self.decodes.engine_s, self._steps, now)
             self._steps = 0
             self.cycle.captured(self.decodes.captured)
+            drafting = self.decodes.speculation(is_enabled=True)
+            if self.config.speculation.enabled and drafting["num_workers"]:
+                self.cycle.drafting(drafting["on"], drafting["reason"], now)
             self._look_for_alarms(now)
         self.advance()
         if self.rollout is None:
@@ -350,7 +353,11 @@ class LearningLoop:
     def pool(self) -> list[str]:
         """Versions that drafted before, the newest first, and the configuration's."""
         served = sorted(
-            (known for known in self.versions.values() if known.state in ("live", "retired")),
+            (
+                v
+                for v in self.versions.values()
+                if v.state in ("live", "retired") and (v.url or v.version == self.base)
+            ),
             key=lambda known: -known.changed,
         )
         return list(dict.fromkeys([*(known.version for known in served[:_POOL]), self.base]))
@@ -429,6 +436,10 @@ class LearningLoop:
         Never raises for what an operator asked: `Result.is_done` is False and the message says why.
         """
         return await self._operator.act(action, subject, actor, arguments or {})
+
+    def revoke(self, version: str, reason: str, actor: str) -> None:
+        """A version never serves again, and nothing is made of it."""
+        self._operator.revoke(version, reason, actor)
 
     def view(self) -> View:
         """What the API and the dashboard show, from memory: it costs no call of the registry."""

@@ -52,7 +52,7 @@ class Operator:
             case "train":
                 return self._train(subject, actor, now)
             case "forget":
-                return self._forget(subject, actor, now)
+                return self._forget(subject, f"stopped by {actor}", now)
             case "canary" | "promote":
                 return self._serve(rollout, action, subject, actor, bool(arguments.get("force")), now)
             case "pin":
@@ -82,9 +82,9 @@ class Operator:
         waits = f"; it waits: {loop.guard.reason}" if loop.guard.level in ("pause", "evict") else ""
         return f"{run.run_id} begins{waits}"
 
-    def _forget(self, run_id: str, actor: str, now: float) -> str:
+    def _forget(self, run_id: str, reason: str, now: float) -> str:
         loop = self._loop
-        run = loop.runs.stop(run_id, now, f"stopped by {actor}")
+        run = loop.runs.stop(run_id, now, reason)
         if run is None:
             raise Refused(f"run {run_id!r} is not on")
         writes.run(loop.keeper, run)
@@ -102,6 +102,10 @@ class Operator:
             raise Refused(f"{version} was revoked: it never serves again")
         if known.state in ("rejected", "rolled_back") and not force:
             raise Refused(f"{version} is {known.state}: {known.reason}; force serves it all the same")
+        if version != loop.base and not known.url:
+            raise Refused(
+                f"{version}: its weights were removed from storage (learning.rollout.kept); train again"
+            )
         if not tag and known.tag:
             raise Refused(f"{version} was trained for {known.tag} only: it can serve that, not everybody")
         if action == "canary" and loop.learning.rollout.canary_share == 0:
@@ -127,6 +131,9 @@ class Operator:
             raise Refused(f"{version} is the configuration's draft: it stays")
         if version not in loop.versions:
             raise Refused(f"version {version!r} is not known for this target")
+        for run in loop.runs.open():
+            if version in {ref.version for ref in run.refs}:  # what comes of it would be of no use
+                self._forget(run.run_id, f"{version} was revoked: {reason}", loop.clock())
         changes = loop.rollout.drop(version, loop.base, loop.clock(), reason=reason, actor=actor)
         loop.apply(changes)
         loop.note(version, "revoked", reason)
@@ -139,14 +146,14 @@ class Operator:
         kind, _, name = what.partition(":")
         if kind not in ("tenant", "request") or not name:
             raise Refused(f"delete {what!r}: expected tenant:NAME or request:ID")
-        deletion, versions = await self._loop.storing.delete(what, actor)
+        try:
+            deletion = await self._loop.storing.deleting.delete(what, actor)
+        except PacelineError as error:
+            raise Refused(f"{error}; what is not deleted yet is tried again each minute") from error
         message = f"{deletion.num_requests} streams of {what} were deleted"
-        if not versions:
+        if not deletion.versions:
             return message
-        names = ", ".join(versions)
+        names = ", ".join(deletion.versions)
         if not self._loop.learning.revoke_deleted:
             return f"{message}; {names} had learned from them (learning.revoke_deleted=false: they serve on)"
-        for version in versions:
-            if version in self._loop.versions and version != self._loop.base:
-                self.revoke(version, f"{what} was deleted, and it had learned from that", actor)
         return f"{message}; {names} had learned from them and were revoked"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from paceline.cluster.errors import ConfigError
@@ -9,7 +11,7 @@ from paceline.cluster.types import DraftRef
 
 
 class OrderSettings(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Of one run, beside its order. Of `learning.train` and `learning.gate` it names what is different."""
+    """Of one run, beside its order."""
 
     target: str = ""
     """Version of the target whose texts count; "" is the configuration's."""
@@ -25,10 +27,9 @@ class OrderSettings(msgspec.Struct, frozen=True, omit_defaults=True):
     is {"ranked": [{version, saving: {mean, lo, hi}, acceptance, tokens_per_step}]}, best first, the base among them."""
     since: float = 0.0
     """When training: what was captured since then is fresh."""
-    max_steps: int = 0
-    """0: as configured."""
-    min_requests: int = 0
-    """When scoring; 0: as configured."""
+    train: dict[str, Any] = {}
+    gate: dict[str, Any] = {}
+    """Fields of `learning.train` and `learning.gate` that operators changed while the cluster ran; others are as configured."""
 
     def encode(self) -> bytes:
         """As `TrainOrder.settings`."""

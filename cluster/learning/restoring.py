@@ -12,13 +12,14 @@ import structlog
 from paceline.cluster.config import model_folder
 from paceline.cluster.errors import ConfigError, PacelineError
 from paceline.cluster.learning import overrides, writes
+from paceline.cluster.learning.deleting import KEPT
 from paceline.cluster.learning.ledger import Entry
 from paceline.cluster.learning.orders import OrderSettings
 from paceline.cluster.learning.rollout import Lane, Rollout
 from paceline.cluster.learning.runs import Run
 from paceline.cluster.model_files import served_version, weights_version
 from paceline.cluster.registry import records
-from paceline.cluster.registry.records import GateRecord, LedgerEntry, RolloutEvent, Version
+from paceline.cluster.registry.records import Deletion, GateRecord, LedgerEntry, RolloutEvent, Version
 from paceline.cluster.registry.registry import Registry
 from paceline.cluster.types import DraftRef
 
@@ -41,8 +42,11 @@ class _Before:
     state: dict[str, Any]
     runs: tuple[records.Run, ...]
     ledger: tuple[LedgerEntry, ...]
+    held: tuple[LedgerEntry, ...]
+    """Decisions not to do something."""
     gates: tuple[GateRecord, ...]
     events: tuple[RolloutEvent, ...]
+    deletions: tuple[Deletion, ...]
     changed: dict[str, Any]
     """Settings that operators changed."""
 
@@ -85,8 +89,10 @@ def _read(registry: Registry, target: str) -> _Before:
         dict(setting.value) if setting is not None else {},
         registry.runs(limit=50).items,
         registry.ledger(decisions=("train",), limit=100).items,
+        registry.ledger(decisions=("skip", "stop_speculating"), limit=100).items,
         registry.gates(limit=100).items,
         registry.events(limit=200).items,
+        registry.deletions(limit=KEPT).items,
         overrides.changed({key: kept.value for key, kept in settings.items()}),
     )
 
@@ -100,6 +106,7 @@ def take_up(loop: LearningLoop, before: _Before) -> None:
         log.warning("settings_not_restored", error=str(error))
     loop.versions = {known.version: known for known in before.versions if known.state != "revoked"}
     _add_base(loop, now)
+    loop.storing.deleting.know(before.deletions)
     loop.is_paused = bool(before.state.get("is_paused"))
     loop.cycle.load(before.state)
     loop.rollout = Rollout(loop.learning.rollout, loop.base, now)
@@ -108,6 +115,7 @@ def take_up(loop: LearningLoop, before: _Before) -> None:
     elif before.state.get("target"):
         log.warning("target_changed", before=before.state["target"], now=loop.target, stale=len(before.stale))
     _ledger(loop, before)
+    loop.cycle.know_held(before.held)
     for event in reversed(before.events):
         if event.event in _MARKS:
             loop.marks.append(

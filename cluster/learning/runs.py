@@ -59,6 +59,11 @@ class Run:
         kind: Literal["train", "score"] = "train" if self.kind == "train" else "score"
         return TrainOrder(self.run_id, kind, self.base, self.candidate, self.tag, self.settings.encode())
 
+    @property
+    def refs(self) -> tuple[DraftRef, ...]:
+        """Versions that it reads."""
+        return (self.base, *((self.candidate,) if self.candidate else ()), *self.settings.rank)
+
     def take(self, status: TrainerStatus, now: float) -> bool:
         """What the trainer says of it -> whether it ended just now."""
         self.started = self.started or now
@@ -158,10 +163,13 @@ class Runs:
     def order(self) -> TrainOrder | None:
         return self.current.order if self.current is not None else None
 
+    def open(self) -> list[Run]:
+        """The one that is on, and those that wait."""
+        return [*([self.current] if self.current is not None else []), *self.waiting]
+
     def is_busy(self, tag: str | None = None) -> bool:
         """Whether a run of a tag, or any, is on or waits."""
-        found = [self.current, *self.waiting]
-        return any(run is not None and tag in (None, run.tag) for run in found)
+        return any(tag in (None, run.tag) for run in self.open())
 
     def last(self, tag: str, kind: Kind) -> Run | None:
         """The latest of this kind that ended."""

@@ -36,7 +36,10 @@ _CAPTURED = "paceline_capture_requests_total"
 _CAPTURE_OFF = "paceline_capture_off"
 _COST = "paceline_step_cost_seconds"
 _GAIN, _OFF = "paceline_draft_gain", "paceline_draft_off"
-_NAMES = (_ENGINE, _STEPS, _CAPTURED, _CAPTURE_OFF, _COST, _GAIN, _OFF)
+_STREAM_STEPS = "paceline_stream_steps_total"
+_NAMES = (_ENGINE, _STEPS, _STREAM_STEPS, _CAPTURED, _CAPTURE_OFF, _COST, _GAIN, _OFF)
+_KEEP = 0.5 ** (1 / 600)
+"""Of what was counted, from one second to the next: half of it is of the last ten minutes."""
 
 
 @dataclass(slots=True)
@@ -44,6 +47,8 @@ class _Worker:
     incarnation: int
     engine_s: float = 0.0
     captured: float = 0.0
+    steps: float = 0.0
+    stream_steps: float = 0.0
     samples: Samples = field(default_factory=dict)
 
 
@@ -56,26 +61,44 @@ class DecodeFigures:
         """Seconds that engines stepped since the last `observe`."""
         self.captured = 0
         """Streams written to shards since then."""
+        self._steps = self._stream_steps = 0.0
+        """Of engines, and of streams in them; recent ones count more."""
 
     def observe(self, snapshots: Iterable[Snapshot]) -> None:
         """What decode workers pushed lately. A worker that is new here counts from what it has now."""
         self.engine_s, captured = 0.0, 0.0
+        self._steps, self._stream_steps = _KEEP * self._steps, _KEEP * self._stream_steps
         seen: dict[str, _Worker] = {}
         for snapshot in snapshots:
             info = snapshot.worker
             if info.role != "decode":
                 continue
             samples = read(snapshot.metrics, _NAMES)
-            now = _Worker(info.incarnation, _sum(samples[_ENGINE]), _sum(samples[_CAPTURED]), samples)
+            now = _Worker(
+                info.incarnation,
+                _sum(samples[_ENGINE]),
+                _sum(samples[_CAPTURED]),
+                _sum(samples[_STEPS]),
+                _sum(samples[_STREAM_STEPS]),
+                samples,
+            )
             before = self._workers.get(info.worker_id)
             if before is not None and before.incarnation == now.incarnation:
                 self.engine_s += max(0.0, now.engine_s - before.engine_s)
                 captured += max(0.0, now.captured - before.captured)
+                self._steps += max(0.0, now.steps - before.steps)
+                # A version that is forgotten takes its count along.
+                self._stream_steps += max(0.0, now.stream_steps - before.stream_steps)
             elif before is None and self._workers or before is not None:
                 captured += now.captured  # it began while we watched
             seen[info.worker_id] = now
         self._workers = seen
         self.captured = round(captured)
+
+    @property
+    def streams(self) -> int:
+        """That share a step, on average; 1 where nothing is known."""
+        return max(1, round(self._stream_steps / self._steps)) if self._steps > 0 else 1
 
     @property
     def step_cost(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
@@ -104,7 +127,7 @@ class DecodeFigures:
             num_off += bool(found)
             off += [f"{gains.get(n, 0.0):.2f} times as fast with {n} or more streams" for n in found]
         if off:
-            reason = f"do not speculate: measured, drafts make steps {', '.join(dict.fromkeys(off))}"
+            reason = f"do not speculate: measured, decoding with drafts is {', '.join(dict.fromkeys(off))}"
         else:
             reason = "drafts pay wherever they were compared with plain steps"
         return {"on": num_off < max(1, num), "reason": reason, "num_on": num - num_off, "num_workers": num}

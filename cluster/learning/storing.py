@@ -1,20 +1,20 @@
-"""Captured data and operators' deletions -> kept to its TTL and size, deleted everywhere, versions that saw it revoked."""
+"""Captured data and weights on storage -> kept to their age, size and number, once a minute; what was deleted goes."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import secrets
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import structlog
 
-from paceline.cluster.errors import PacelineError
-from paceline.cluster.learning import capture, publish
+from paceline.cluster.errors import PacelineError, Unavailable
+from paceline.cluster.learning import capture, publish, writes
+from paceline.cluster.learning.deleting import Deleting
 from paceline.cluster.learning.storage import learning_folder
-from paceline.cluster.registry.records import Deletion
+from paceline.cluster.registry.records import Version
 from paceline.cluster.registry.registry import Registry
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _UNFINISHED_S = 3600.0
 
 
 class Storing:
-    """The only one who removes shards."""
+    """The only one who removes shards and weights."""
 
     def __init__(self, loop: LearningLoop) -> None:
         self._loop = loop
@@ -38,6 +38,7 @@ class Storing:
         """Why storage cannot be used; "" if it can."""
         self._sweeper: capture.Sweeper | None = None
         self._sweeping = asyncio.Lock()
+        self.deleting = Deleting(loop, self._sweeping)
 
     async def sweep_for_ever(self) -> None:
         """Once a minute."""
@@ -48,7 +49,7 @@ class Storing:
             await asyncio.sleep(_SWEEP_S)
 
     async def sweep(self) -> None:
-        """What is too old or too much goes, and what a deletion was late for."""
+        """What is too old or too much goes, and what a deletion was late for or could not reach."""
         try:
             async with self._sweeping:
                 swept = await asyncio.to_thread(self._sweep)
@@ -60,9 +61,11 @@ class Storing:
                     pushed_out=len(swept.pushed_out),
                     rewritten=len(swept.deletion.shards),
                 )
+            await self._drop_weights()
         except PacelineError as error:
             self.trouble = str(error)
             log.warning("sweep_failed", error=str(error)[:300])
+        await self.deleting.retry()
 
     def _sweep(self) -> capture.Swept:
         learning = self._loop.learning
@@ -72,40 +75,44 @@ class Storing:
         publish.sweep(fs, root, older_than=time.time() - _UNFINISHED_S)
         return self._sweeper.sweep()
 
-    async def delete(self, what: str, actor: str) -> tuple[Deletion, tuple[str, ...]]:
-        """Captured data of tenant:NAME or request:ID -> (what was deleted, versions that had learned from it).
+    # -- weights -----------------------------------------------------------------------------------------
 
-        Raises:
-            PacelineError: storage or registry does not answer; what is not done yet is pending, and goes on with the next sweep.
+    async def _drop_weights(self) -> None:
+        """Weights of revoked versions go at once, of others that serve nobody the oldest, beyond as many as are kept.
+
+        What the registry does not know stays: it was published a moment ago, or by somebody else.
         """
         loop = self._loop
-        kind, _, name = what.partition(":")
-        deletion = Deletion(f"del-{secrets.token_hex(4)}", loop.clock(), actor, what)
-        loop.keeper.put("deletion", lambda registry: registry.put_deletion(deletion))
+        if loop.rollout is None:
+            return
+        fs, root = learning_folder(loop.learning)
+        names = await asyncio.to_thread(publish.published, fs, root)
         try:
-            fs, root = learning_folder(loop.learning)
-            named = {"tenant": name} if kind == "tenant" else {"request_id": name}
-            async with self._sweeping:
-                found = await asyncio.to_thread(lambda: capture.delete(fs, root, **named))
-            versions = await loop.keeper.ask(lambda registry: _learned(registry, kind, name, found))
-        except PacelineError as error:
-            failed = replace(deletion, state="failed", error=str(error)[:500])
-            loop.keeper.put("deletion", lambda registry: registry.put_deletion(failed))
-            raise
-        done = replace(deletion, state="done", num_requests=len(found.request_ids), versions=versions)
-        loop.keeper.put("deletion", lambda registry: registry.put_deletion(done))
-        log.info(
-            "captured_data_deleted",
-            what=what,
-            actor=actor,
-            requests=len(found.request_ids),
-            versions=versions,
-        )
-        return done, versions
+            known = await loop.keeper.ask(lambda registry: _known(registry, names)) if names else []
+        except Unavailable:
+            return  # its own alarm says so
+        used = self._used()
+        idle = sorted((v for v in known if v.version not in used), key=lambda v: -v.changed)
+        revoked = [v for v in idle if v.state == "revoked"]
+        others = [v for v in idle if v.state != "revoked"]
+        for version in (*revoked, *others[loop.learning.rollout.kept :]):
+            name = version.version
+            if name in loop.versions:  # first of all: from here on nobody can ask for it
+                loop.versions[name] = replace(loop.versions[name], url="")
+            await asyncio.to_thread(publish.remove, fs, root, name)
+            writes.drop_weights(loop.keeper, name)
+            log.info("weights_removed", version=name, state=version.state)
+
+    def _used(self) -> set[str]:
+        """Versions that somebody has, gets or may go back to."""
+        loop = self._loop
+        assert loop.rollout is not None
+        used = {v for lane in loop.rollout.lanes.values() for v in (lane.live, lane.previous, lane.candidate)}
+        used |= {*loop.pool(), *loop.cycle.waiting()}
+        for run in loop.runs.open():
+            used |= {ref.version for ref in run.refs}
+        return used
 
 
-def _learned(registry: Registry, kind: str, name: str, found: capture.Deletion) -> tuple[str, ...]:
-    """Versions that were trained on it, or on such a version."""
-    if kind == "tenant":
-        return registry.trained_on(tenant=name)
-    return registry.trained_on(request_ids=[name, *found.request_ids])
+def _known(registry: Registry, names: list[str]) -> list[Version]:
+    return [version for name in names if (version := registry.version(name)) is not None]

@@ -52,16 +52,33 @@ def choice_of(stream_id: str) -> str:
     return stream_id.partition(_RUN)[0]
 
 
+def is_of(stone: Tombstone, request_id: str, tenant: str, created: float) -> bool:
+    """Whether a tombstone covers a record; `created` in Unix seconds, by the clock of whoever captured it.
+
+    >>> is_of(Tombstone(9.0, tenant="acme"), "order-7-0-0", "acme", 8.0)
+    True
+    """
+    if stone.request_id is not None:
+        is_whose = stone.tenant is None or stone.tenant == tenant
+        return is_whose and stone.request_id in (choice_of(request_id), request_of(request_id))
+    return stone.tenant == tenant and created <= stone.time + _SKEW_S
+
+
 def bury(
-    fs: FileSystem, root: str, *, tenant: str | None = None, request_id: str | None = None
+    fs: FileSystem,
+    root: str,
+    *,
+    tenant: str | None = None,
+    request_id: str | None = None,
+    at: float | None = None,
 ) -> tuple[str, Tombstone]:
-    """Write a tombstone; its path and itself.
+    """Write a tombstone; its path and itself. `at`: Unix seconds when it was asked for; None is now.
 
     Raises:
         StorageError: the storage cannot be used. Nothing is deleted then.
     """
     assert tenant is not None or request_id is not None, "a tombstone is somebody's"
-    stone = Tombstone(time.time(), tenant, request_id)
+    stone = Tombstone(time.time() if at is None else at, tenant, request_id)
     path = f"{root}/deleted/{int(stone.time * 1000):013d}-{secrets.token_hex(4)}.json"
     write_whole(fs, path, msgspec.json.encode(stone))
     return path, stone

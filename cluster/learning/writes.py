@@ -100,6 +100,10 @@ def move(keeper: Keeper, version: str, state: records.VersionState, reason: str,
     keeper.put(f"version {state}", lambda registry: registry.move(version, state, reason=reason, actor=actor))
 
 
+def drop_weights(keeper: Keeper, version: str) -> None:
+    keeper.put("weights", lambda registry: registry.drop_weights(version))
+
+
 def retarget(keeper: Keeper, target: str, base: Version) -> None:
     """Another target: all are stale but the configuration's draft, which serves."""
 
@@ -123,7 +127,7 @@ def run(keeper: Keeper, run: Run) -> None:
     record = records.Run(
         run_id=run.run_id,
         kind="train" if run.kind == "train" else "score",
-        trigger=run.reason if run.actor == "loop" else f"{run.actor}: {run.reason}",
+        trigger=run.reason,
         base=run.base.version,
         tag=run.tag,
         settings={"order": run.settings.encode().decode(), "family": run.family, "kind": run.kind,
@@ -163,7 +167,8 @@ class LedgerRows:
     def __init__(self, keeper: Keeper) -> None:
         self._keeper = keeper
         self._ids: dict[str, int] = {}
-        self._skips: dict[str, LedgerEntry] = {}
+        self._held: dict[tuple[str, str], LedgerEntry] = {}
+        """By decision and tag: what is decided against now."""
 
     def know(self, run_id: str, row_id: int) -> None:
         self._ids[run_id] = row_id
@@ -181,7 +186,7 @@ class LedgerRows:
                 tag=entry.tag,
                 predicted_s=entry.predicted_s,
                 predicted_cost_s=entry.cost_s,
-                realised_s=entry.realised_s if entry.version and entry.passed else None,
+                realised_s=entry.realised,
                 spent_s=entry.spent_s,
                 id=self._ids.get(entry.run_id, 0),
             )
@@ -194,11 +199,8 @@ class LedgerRows:
 
     def skip(self, decision: Decision, now: float) -> None:
         """Not to train: one row for as long as that holds."""
-
-        def job(registry: Registry) -> None:
-            if decision.tag in self._skips:
-                return
-            row = LedgerEntry(
+        self._hold(
+            LedgerEntry(
                 decision="skip",
                 reason=decision.reason,
                 decided_at=now,
@@ -206,15 +208,40 @@ class LedgerRows:
                 predicted_s=decision.predicted_s,
                 predicted_cost_s=decision.cost_s,
             )
-            self._skips[decision.tag] = registry.add_ledger(row)
-
-        self._keeper.put("ledger", job)
+        )
 
     def end_skip(self, tag: str, now: float) -> None:
         """It trains after all."""
+        self._release(("skip", tag), now)
 
+    def stop_speculating(self, reason: str, now: float) -> None:
+        """Decode workers leave drafting off somewhere: one row for as long as that holds."""
+        self._hold(LedgerEntry(decision="stop_speculating", reason=reason, decided_at=now))
+
+    def end_stop_speculating(self, now: float) -> None:
+        """They draft again."""
+        self._release(("stop_speculating", ""), now)
+
+    def know_held(self, rows: Iterable[LedgerEntry]) -> None:
+        """Decisions that held when control ended, newest first."""
+        for row in rows:
+            if row.until is None:
+                self._held.setdefault((row.decision, row.tag), row)
+
+    def is_held(self, decision: records.Decision) -> bool:
+        """Whether one of `know_held` is of this kind, of everybody's lane."""
+        return (decision, "") in self._held
+
+    def _hold(self, row: LedgerEntry) -> None:
         def job(registry: Registry) -> None:
-            row = self._skips.pop(tag, None)
+            if (row.decision, row.tag) not in self._held:
+                self._held[row.decision, row.tag] = registry.add_ledger(row)
+
+        self._keeper.put("ledger", job)
+
+    def _release(self, key: tuple[str, str], now: float) -> None:
+        def job(registry: Registry) -> None:
+            row = self._held.pop(key, None)
             if row is not None:
                 registry.put_ledger(replace(row, until=now))
 

@@ -75,6 +75,12 @@ def sources(connection: sa.Connection, version: str) -> tuple[Source, ...]:
     return tuple(Source(row.tenant, row.request_id, row.shard, row.num_tokens, row.created) for row in rows)
 
 
+def requests_like(connection: sa.Connection, prefix: str) -> tuple[str, ...]:
+    column = tables.sources.c.request_id
+    query = sa.select(column).distinct().where(column.startswith(prefix, autoescape=True)).order_by(column)
+    return tuple(connection.execute(query).scalars())
+
+
 def trained_on(
     connection: sa.Connection, tenant: str, request_ids: Sequence[str], shards: Sequence[str]
 ) -> tuple[str, ...]:

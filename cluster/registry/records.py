@@ -36,7 +36,7 @@ class Version:
     version: str
     """Content hash (12 hex digits) of its weights."""
     url: str = ""
-    """fsspec URL of its folder; "" is the draft of the configuration."""
+    """fsspec URL of its folder; "" is the draft of the configuration, or one whose weights are on storage no more."""
     sha256: str = ""
     """Of model.safetensors, hex."""
     base: str = ""

@@ -166,6 +166,16 @@ class Versions(Store):
         """See `pin`."""
         return self._set_pinned(version, False, reason, actor)
 
+    def drop_weights(self, version: str) -> None:
+        """Its weights are on storage no more; all else that is known of it stays.
+
+        Raises:
+            RegistryError: unknown_version.
+        """
+        with self._writing() as connection:
+            self._known(connection, version)
+            self._update(connection, version, url="")
+
     def retarget(self, target: str, *, actor: str = "loop") -> tuple[Version, ...]:
         """Another target is served: versions for others become stale; -> those."""
         table = tables.versions
@@ -287,6 +297,11 @@ class Versions(Store):
         """All that a version itself was trained on."""
         with self._reading() as connection:
             return lineage.sources(connection, version)
+
+    def requests_like(self, prefix: str) -> tuple[str, ...]:
+        """Ids of requests that versions were trained on and that begin so."""
+        with self._reading() as connection:
+            return lineage.requests_like(connection, prefix)
 
     def trained_on(
         self,

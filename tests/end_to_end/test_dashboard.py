@@ -176,7 +176,7 @@ def test_a_version_goes_from_candidate_over_canary_to_live(cluster: ScriptedClus
     expect(chart).to_have_attribute("aria-label", re.compile(base))
 
     page.goto(f"{cluster.url}/admin/#/versions/{version}")
-    expect(page.get_by_text("✓ Passed.")).to_be_visible()
+    expect(page.get_by_text("✓ Passed:")).to_be_visible()
     expect(
         page.get_by_role("table", name="Saving of decode time at the gate").get_by_role("row")
     ).to_have_count(4)

@@ -165,7 +165,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def order(run_id: str = "run-1", **settings: object) -> TrainOrder:
-    return TrainOrder(run_id, "train", DraftRef("", ""), settings=json.dumps(settings).encode())
+    return TrainOrder(run_id, "train", DraftRef("", ""), settings=json.dumps({"train": settings}).encode())
 
 
 @pytest.mark.slow

@@ -119,7 +119,7 @@ def test_publishes_what_a_draft_worker_can_load(config: ClusterConfig, storage: 
 
 def test_adapters_are_merged_and_kept_beside(config: ClusterConfig, storage: Path, tmp_path: Path) -> None:
     """A version with its adapter is one that can be fetched and verified like any other."""
-    end, _ = run(config, tmp_path, settings=b'{"method": "lora", "lora_rank": 4}')
+    end, _ = run(config, tmp_path, settings=b'{"train": {"method": "lora", "lora_rank": 4}}')
     assert end.result is not None, end.error
     published = storage / "drafts" / end.result.version
 
@@ -208,7 +208,7 @@ def test_a_deletion_of_what_was_not_used_yet_costs_nothing(
     config: ClusterConfig, storage: Path, tmp_path: Path
 ) -> None:
     """Only the batches that would have held it change; the state does not name it any more."""
-    long = {"settings": b'{"max_steps": 20}'}
+    long = {"settings": b'{"train": {"max_steps": 20}}'}
     cut, _ = run(config, tmp_path, pace=_Stops(9, lambda pace: pace.set("evict")), **long)
     folder = RunFolder(tmp_path / "trainer", "run-1")
     saved = load_state(folder)
@@ -235,7 +235,7 @@ def test_failures_say_what_to_do(
     write_shards(tmp_path / "storage", captured(load(models / "target"), 8))
     tag, _ = run(config, tmp_path, "tag", tag="domain:poems")
     base, _ = run(config, tmp_path, "base", base=DraftRef("0" * 12, str(tmp_path / "nowhere")))
-    settings, _ = run(config, tmp_path, "settings", settings=b'{"learning_rate": 7}')
+    settings, _ = run(config, tmp_path, "settings", settings=b'{"train": {"learning_rate": 7}}')
     target, _ = run(config, tmp_path, "target", settings=b'{"target": "ffffffffffff"}')
 
     for end, what in (
@@ -380,12 +380,12 @@ def test_a_pool_holds_nothing_held_out_or_of_another_target(models: Path, tmp_pa
 def test_settings_of_an_order_are_checked(config: ClusterConfig) -> None:
     """What the order says wins; nonsense is named."""
     order = TrainOrder(
-        "r", "train", BASE, settings=b'{"max_steps": 9, "loss": "tv", "since": 5.0, "streams": 2}'
+        "r", "train", BASE, settings=b'{"train": {"max_steps": 9, "loss": "tv"}, "since": 5.0, "streams": 2}'
     )
     settings, common = settings_of(config.learning.train, order)
 
     assert (settings.max_steps, settings.loss, settings.batch_tokens, common.since) == (9, "tv", 128, 5.0)
-    for text in (b"{", b'{"loss": "magic"}'):
+    for text in (b"{", b'{"train": {"loss": "magic"}}', b'{"train": {"batch_tokens": 1}}'):
         with pytest.raises(ConfigError):
             settings_of(config.learning.train, TrainOrder("r", "train", BASE, settings=text))
 

@@ -141,6 +141,9 @@ def test_a_score_order_that_names_nothing_has_failed_and_says_so(
     nothing = score(config, tmp_path, BASE, None)
     assert nothing.state == "failed"
     assert "candidate: expected a version" in nothing.error
+    bad = score(config, tmp_path, BASE, BASE, gate={"min_saving": 7})
+    assert bad.state == "failed"
+    assert "min_saving" in bad.error
     gone = score(config, tmp_path, BASE, DraftRef("0123456789ab", f"file://{tmp_path}/drafts/0123456789ab"))
     assert gone.state == "failed"
     assert "0123456789ab" in gone.error
@@ -159,8 +162,8 @@ def test_the_pool_is_ranked(config: ClusterConfig, spoilt: DraftRef, tmp_path: P
 @pytest.mark.slow
 def test_a_better_candidate_passes_in_the_training_process(config: ClusterConfig, storage: Path, spoilt: DraftRef, tmp_path: Path) -> None:  # fmt: skip
     """The process that the trainer starts; step times are measured there, and the answer is the same after a restart."""
-    common = json.loads(OrderSettings(min_requests=10).encode()) | {"max_slowdown": 10}
-    order = TrainOrder("run-1", "score", spoilt, BASE, settings=json.dumps(common).encode())
+    common = OrderSettings(gate={"min_requests": 10, "max_slowdown": 10.0})
+    order = TrainOrder("run-1", "score", spoilt, BASE, settings=common.encode())
     strict = config.model_copy(
         update={"learning": config.learning.model_copy(update={"gate": type(config.learning.gate)()})}
     )

@@ -24,8 +24,11 @@ ADAPTER = "adapter.safetensors"
 """Beside the merged weights, for whoever wants to merge it into others."""
 
 
-def write_version(model: PreTrainedModel, base: Path, out: Path, card: dict[str, Any]) -> None:
+def write_version(model: PreTrainedModel, base: Path, out: Path, card: dict[str, Any]) -> tuple[int, int]:
     """Write config.json, model.safetensors in the base's dtypes, tokenizer files and card.json; the adapters, if any.
+
+    Returns:
+        How many parameters it has, and the bytes of its weights.
 
     The model itself stays as it is: training could go on.
 
@@ -58,6 +61,7 @@ def write_version(model: PreTrainedModel, base: Path, out: Path, card: dict[str,
         if path.name in FILES and path.name not in (CARD, WEIGHTS, ADAPTER) and path.is_file():
             shutil.copyfile(path, out / path.name)
     (out / CARD).write_text(json.dumps(card, indent=1, sort_keys=True), encoding="utf-8")
+    return sum(tensor.numel() for tensor in tensors.values()), (out / WEIGHTS).stat().st_size
 
 
 def _dtypes(folder: Path) -> dict[str, torch.dtype]:

@@ -55,12 +55,8 @@ def settings_of(config: TrainConfig, order: TrainOrder) -> tuple[TrainConfig, Or
     """
     common = OrderSettings.decode(order.settings)
     try:
-        given: dict[str, Any] = json.loads(order.settings)
-        own = {name: value for name, value in given.items() if name in TrainConfig.model_fields}
-        if not common.max_steps:
-            own.pop("max_steps", None)
-        return TrainConfig.model_validate({**config.model_dump(), **own}), common
-    except (ValidationError, ValueError) as error:
+        return TrainConfig.model_validate({**config.model_dump(), **common.train}), common
+    except ValidationError as error:
         raise ConfigError(f"settings of run {order.run_id}: {error}") from error
 
 
@@ -301,12 +297,15 @@ class Run:
         }
         out = self._folder.path / "version"
         shutil.rmtree(out, ignore_errors=True)
-        write_version(training.model, base, out, card)
+        num_parameters, num_bytes = write_version(training.model, base, out, card)
         ref = publish(*learning_folder(self._config.learning), out)
         # By request, for whoever is asked later what learnt from one of them; a card, which travels, names shards only.
         samples = [s for s in map(training.pool.get, training.used) if s is not None]
-        requests = [[s.tenant, s.request_id, s.shard, len(s.token_ids) - s.num_prompt] for s in samples]
-        report = json.dumps({**figures, "lineage": lineage, "requests": requests}).encode()
+        requests = [
+            [s.tenant, s.request_id, s.shard, len(s.token_ids) - s.num_prompt, s.created] for s in samples
+        ]
+        sizes = {"num_parameters": num_parameters, "num_bytes": num_bytes}
+        report = json.dumps({**figures, **sizes, "lineage": lineage, "requests": requests}).encode()
         return self.progress("done", result=ref, report=report)
 
     # -- scoring -----------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -10,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from pydantic import ValidationError
 
 from paceline.cluster.config import ClusterConfig, model_folder
 from paceline.cluster.errors import ConfigError
 from paceline.cluster.learning.capture import ShardReader
+from paceline.cluster.learning.config import GateConfig
 from paceline.cluster.learning.counterfactual import Costs, Policy
 from paceline.cluster.learning.orders import OrderSettings
 from paceline.cluster.model_files import served_version
@@ -32,18 +33,14 @@ def score_order(
         fetch: a version's folder.
         between: called between pieces of work of tens of milliseconds.
     Raises:
-        ConfigError: the order names nothing to score.
+        ConfigError: the order names nothing to score, or has a setting outside its range.
         ModelError, StorageError: a version cannot be used, or storage not be reached.
     """
     common = OrderSettings.decode(order.settings)
-    given = json.loads(order.settings)
-    gate = config.learning.gate.model_copy(
-        update={
-            name: value
-            for name, value in given.items()
-            if name in type(config.learning.gate).model_fields and value
-        }
-    )
+    try:
+        gate = GateConfig.model_validate({**config.learning.gate.model_dump(), **common.gate})
+    except ValidationError as error:
+        raise ConfigError(f"settings of run {order.run_id}: {error}") from error
     reader = ShardReader.of(config.learning)
     base = fetch(order.base)
     between()

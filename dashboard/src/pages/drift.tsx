@@ -143,7 +143,7 @@ function GuardPanels({ guard }: { guard: Guard }) {
 const NAMES: Record<GuardReading["name"], [string, (value: number) => string]> = {
   ttft_p99_ms: ["First token, p99", (value) => `${fixed(value)} ms`],
   inter_token_p99_ms: ["Between tokens, p99", (value) => `${fixed(value, value < 10 ? 1 : 0)} ms`],
-  queue: ["Waiting requests", (value) => fixed(value)],
+  queue: ["Streams of the busiest decode worker", (value) => fixed(value)],
   kv_use: ["Fullest KV pool", (value) => percent(value, 0)],
 };
 

@@ -228,7 +228,6 @@ function TriggerRow({ trigger }: { trigger: Trigger }) {
       <p>
         <span>
           {trigger.label}
-          {trigger.tag && <span className="muted"> {tagName(trigger.tag)}</span>}
         </span>
         <span className="trigger-numbers">
           fires {trigger.direction === "above" ? "at" : "below"} {number(trigger.fires_at)}, now <strong>{number(trigger.now)}</strong> {trigger.unit}

@@ -1,5 +1,5 @@
 // runs -> a table; one run -> its loss curve, speed, cost and outcome.
-import { useMemo } from "react";
+import { type ReactNode, useMemo } from "react";
 import type { RunDetail, RunState, RunSummary } from "../api.ts";
 import { count, duration, fixed, percent, tagName } from "../format.ts";
 import { useLive, useResource } from "../live.tsx";
@@ -24,7 +24,7 @@ const COLUMNS: Column<RunSummary>[] = [
     key: "run",
     head: "Run",
     cell: (row) => (
-      <a href={link("training", row.run_id)}>
+      <a className="nowrap" href={link("training", row.run_id)}>
         <code>{row.run_id}</code>
       </a>
     ),
@@ -111,6 +111,25 @@ function Detail({ run }: { run: string }) {
   );
 }
 
+const SETTING: Record<string, string> = {
+  target: "Target",
+  since: "Fresh since",
+  look: "Look at the held-out requests",
+  streams: "Streams in a step",
+  step_rows: "Rows of a step",
+  step_seconds: "Seconds of such a step",
+  rank: "Compared",
+  train: "Training, changed",
+  gate: "Gate, changed",
+  family: "Scores the result of",
+  candidate: "Candidate",
+};
+
+function setting(name: string, value: unknown): ReactNode {
+  if (name === "since" && typeof value === "number") return <At key={name} time={value} />;
+  return <code key={name}>{typeof value === "string" ? value : JSON.stringify(value)}</code>;
+}
+
 function Body({ run }: { run: RunDetail }) {
   const loss = useMemo(
     () => [{ key: "loss", name: "loss", look: lookOf(0), points: run.loss_curve.map((point) => [point.step, point.loss] as const) }],
@@ -170,7 +189,7 @@ function Body({ run }: { run: RunDetail }) {
         )}
         {settings.length > 0 && (
           <Panel title="Settings of this run">
-            <Facts items={settings.map(([name, value]) => [name, <code key={name}>{typeof value === "string" ? value : JSON.stringify(value)}</code>])} />
+            <Facts items={settings.map(([name, value]) => [SETTING[name] ?? name, setting(name, value)])} />
           </Panel>
         )}
       </div>

@@ -199,7 +199,7 @@ function Facets({ data }: { data: VersionDetail }) {
             [
               "Weights",
               <code key="u" className="long">
-                {data.url || "of the configuration"}
+                {data.url || (data.parent ? "removed from storage" : "of the configuration")}
               </code>,
             ],
           ]}
@@ -209,7 +209,7 @@ function Facets({ data }: { data: VersionDetail }) {
         {report ? (
           <>
             <p className={`verdict ${report.passed ? "good" : "bad"}`}>
-              {report.passed ? "✓ Passed. " : "✕ Refused. "}
+              {report.passed ? "✓ Passed: " : "✕ Refused: "}
               {report.reason}
             </p>
             <Intervals report={report} />
@@ -226,7 +226,7 @@ function Facets({ data }: { data: VersionDetail }) {
           <Empty title="Not scored.">{data.parent ? "The gate scores it when enough requests are held out." : "It was not trained here."}</Empty>
         )}
       </Panel>
-      <Panel title="Learned from" hint={data.data_from && data.data_to ? `${count(data.num_shards)} shards over ${duration(data.data_to - data.data_from)}.` : ""}>
+      <Panel title="Learned from" hint={data.data_from && data.data_to ? `${count(data.num_shards)} ${data.num_shards === 1 ? "shard" : "shards"} over ${duration(data.data_to - data.data_from)}.` : ""}>
         {data.trained_on.length ? (
           <Table
             label="Requests by tenant"

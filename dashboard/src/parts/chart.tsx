@@ -29,6 +29,9 @@ interface Props {
   empty?: string;
 }
 
+/** Of a time axis: less would show noise only. */
+const SHORTEST_S = 120;
+
 /** All lines on one x axis, as uPlot wants it. */
 function align(lines: Line[]): uPlot.AlignedData {
   const xs = [...new Set(lines.flatMap((line) => line.points.map(([x]) => x)))].sort((a, b) => a - b);
@@ -147,8 +150,10 @@ export function Chart({ label, lines, marks = [], format, x = "time", xName, fro
     if (isZoomed.current) {
       made.redraw();
     } else {
-      const lo = from ?? data[0][0];
+      const first = data[0][0];
       const hi = to ?? data[0][data[0].length - 1];
+      // A young cluster's minutes fill the chart, not its last hundredth.
+      const lo = from === undefined || first === undefined || hi === undefined ? (from ?? first) : Math.max(from, Math.min(first, hi - SHORTEST_S));
       if (lo !== undefined && hi !== undefined) made.setScale("x", { min: lo, max: hi > lo ? hi : lo + 1 });
     }
   }, [data, marks, from, to, shape, isTable]);

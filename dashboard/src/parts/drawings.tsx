@@ -1,4 +1,5 @@
 // gate reports, ledger rows, depths and lineage -> drawings in SVG, each with its numbers as text.
+import { useEffect, useRef } from "react";
 import type { DepthRow, GateReport, Interval, LedgerRow, LineageNode } from "../api.ts";
 import { change, duration, percent, words } from "../format.ts";
 import { STATE_TONE, versionLook } from "../look.ts";
@@ -215,8 +216,17 @@ export function LineageGraph({ nodes }: { nodes: LineageNode[] }) {
   const all = [...places.values()];
   const width = (Math.max(...all.map((place) => place.x)) + 1) * COLUMN;
   const height = (Math.max(...all.map((place) => place.y)) + 1) * ROW;
+  const host = useRef<HTMLDivElement>(null);
+  useEffect(() => {
+    const live = all.find(({ node }) => node.state === "live" && node.tag === "");
+    const view = host.current;
+    if (!live || !view) return;
+    view.scrollLeft = live.x * COLUMN + 8 + BOX.width / 2 - view.clientWidth / 2;
+    view.scrollTop = live.y * ROW + 8 + BOX.height / 2 - view.clientHeight / 2;
+    // Once: from then on it is the reader who scrolls.
+  }, []);
   return (
-    <div className="lineage" tabIndex={0} role="group" aria-label="Lineage of versions">
+    <div ref={host} className="lineage" tabIndex={0} role="group" aria-label="Lineage of versions">
       <svg width={width} height={height} role="group" aria-label={`${nodes.length} versions`}>
         {all.map(({ x, y, node }) => {
           const parent = places.get(node.parent);

@@ -162,7 +162,7 @@ export function Table<T>(props: { label: string; columns: Column<T>[]; rows: T[]
                   data-head={column.head}
                   className={`${column.number ? "number" : ""} ${column.wide ? "wide" : ""}`}
                 >
-                  {column.cell(row)}
+                  <div>{column.cell(row)}</div>
                 </td>
               ))}
             </tr>

@@ -156,7 +156,18 @@ async def test_runs_show_their_loss_without_what_is_no_number(
 ) -> None:
     """And no more points than a chart has pixels, the last one among them."""
     registry.put_run(
-        Run("long", state="pending", created=9.0, loss=tuple((i, 1.0 / (i + 1)) for i in range(5000)))
+        Run(
+            "long",
+            state="pending",
+            created=9.0,
+            loss=tuple((i, 1.0 / (i + 1)) for i in range(5000)),
+            settings={
+                "order": '{"target":"t1","train":{"loss":"tv"}}',
+                "family": "run1",
+                "kind": "train",
+                "candidate": "",
+            },
+        )
     )
 
     page = await get(operator, "runs")
@@ -165,6 +176,7 @@ async def test_runs_show_their_loss_without_what_is_no_number(
     assert [item["run_id"] for item in page["items"]] == ["long", "run1"]
     assert [point["step"] for point in run["loss_curve"]] == [1, 3] and run["loss"] == 1.5
     assert run["ledger"]["spent_s"] == 25.0 and run["why"] == "drift"
+    assert long["settings"] == {"target": "t1", "train": {"loss": "tv"}, "family": "run1"}
     assert len(long["loss_curve"]) <= 600 and long["loss_curve"][-1]["step"] == 4999
     assert long["state"] == "pending" and long["ledger"] is None
     assert [r["run_id"] for r in (await get(operator, "runs", state="pending"))["items"]] == ["long"]

@@ -146,3 +146,14 @@ def test_realised_savings_are_counted_against_the_predecessor_by_domain() -> Non
 
     total = book.view(600.0)["total"]
     assert total["net_s"] == pytest.approx(-1.0) and total["num_runs"] == 1
+
+
+def test_what_the_gate_refused_brought_nothing() -> None:
+    """That is known, and what it cost is a loss; what was not scored yet may still bring something."""
+    book = ledger()
+    book.begin("refused", "", 0.0)
+    book.update("refused", version="bad", spent_s=4.0, gate_saving=-0.2)
+    book.begin("new", "", 1.0)
+
+    new, refused = book.view(600.0)["runs"]
+    assert (refused["realised_s"], refused["spent_s"], new["realised_s"]) == (0.0, 4.0, None)

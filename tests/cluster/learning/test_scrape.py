@@ -40,6 +40,29 @@ def test_step_times_come_as_the_controller_has_them() -> None:
     assert figures.step_cost == ((1, 2, 16), (0.001, 0.002, 0.004))
 
 
+def test_streams_that_share_a_step_are_those_of_the_last_minutes() -> None:
+    """Of all workers and versions; what lies behind counts less and less, and a worker's past not at all."""
+    figures, metrics = DecodeFigures(), Metrics()
+    metrics.steps.inc(1000)
+    metrics.stream_steps.labels("a").inc(8000)
+    figures.observe([push(metrics)])
+    assert figures.streams == 1
+
+    metrics.steps.inc(100)
+    metrics.stream_steps.labels("a").inc(250)
+    metrics.stream_steps.labels("b").inc(150)
+    figures.observe([push(metrics)])
+    assert figures.streams == 4
+
+    for _ in range(1500):
+        figures.observe([])
+    figures.observe([push(metrics)])
+    metrics.steps.inc(100)
+    metrics.stream_steps.labels("b").inc(800)
+    figures.observe([push(metrics)])
+    assert figures.streams in (7, 8)
+
+
 def test_do_not_speculate_is_said_with_its_reason() -> None:
     """What was measured, by number of streams; and where the configuration says so, that."""
     figures, metrics = DecodeFigures(), Metrics()
