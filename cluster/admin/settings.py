@@ -34,6 +34,8 @@ _AT_START = frozenset({"rollout.resident"})
 _HIDDEN = frozenset({"storage", "registry"})
 """URLs may hold passwords."""
 _UNITS = {
+    "_rate": "",
+    "_temperature": "",
     "_ms": "ms",
     "_s": "s",
     "_h": "h",
