@@ -170,15 +170,13 @@ class _Phase:
 
     def _count_pauses(self) -> None:
         """One trial at a time, and none before the best is sure."""
-        rested: list[Asked] = []
-        for kind, choice in self._choices.items():
-            if kind in (self.best, self._trial):
-                continue
-            choice.pause = max(0, choice.pause - 1)
-            if choice.pause == 0:
-                rested.append(kind)
-        is_sure = not self.best or self._choices[self.best].steps >= _SURE
-        if rested and not self._trial and is_sure:
+        others = [kind for kind in self._choices if kind not in (self.best, self._trial)]
+        for kind in others:
+            self._choices[kind].pause = max(0, self._choices[kind].pause - 1)
+        if self._trial or self.best and self._choices[self.best].steps < _SURE:
+            return
+        rested = [kind for kind in others if self._choices[kind].pause == 0]
+        if rested:
             self._trial = min(rested, key=lambda kind: self._choices[kind].tried)
             self._turn, self._is_trials_turn = 0, True
             choice = self._choices[self._trial]

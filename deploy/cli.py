@@ -188,7 +188,10 @@ app.add_typer(bench_app, name="bench")
 def bench(
     context: typer.Context,
     scenario: Annotated[
-        list[str] | None, typer.Option(help="domains, unseen, copy, random; repeatable, all by default.")
+        list[str] | None,
+        typer.Option(
+            help="domains, unseen, copy, random; repeatable, all by default. With --gpu parts of names of kernels' rows, or steps."
+        ),
     ] = None,
     streams: Annotated[
         list[int] | None,

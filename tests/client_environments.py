@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.deploy.bench.peers.environments import BuildFailed, Recipe, make, python_of
+from paceline.deploy.bench.peers.environments import Recipe, make_all, python_of
 
 _WHEELS = "--only-binary=:all:"
 _TORCH = (_WHEELS, "torch==2.13.0+cpu")
@@ -44,14 +44,7 @@ def main(names: Sequence[str]) -> None:
     """Build each; what fails is said at the end, the others are there."""
     if unknown := [name for name in names if name not in RECIPES]:
         raise SystemExit(f"{unknown[0]}: expected some of {', '.join(RECIPES)}")
-    failures: list[str] = []
-    for name in names or RECIPES:
-        try:
-            make(name, RECIPES[name], folder() / name)
-        except BuildFailed as error:
-            failures.append(str(error))
-    if failures:
-        raise SystemExit("\n".join(failures))
+    make_all(names or list(RECIPES), RECIPES, folder())
 
 
 if __name__ == "__main__":

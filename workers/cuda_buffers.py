@@ -12,10 +12,10 @@ class Buffer:
     """A flat tensor on the device and its twin on the host, filled there and copied at once."""
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.there = torch.zeros(size, dtype=dtype, device=device)
-        self._here = torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
-        self.array: npt.NDArray[Any] = self._here.numpy()
         is_cuda = device.type == "cuda"
+        self.there = torch.zeros(size, dtype=dtype, device=device)
+        self._here = torch.zeros(size, dtype=dtype, pin_memory=is_cuda)
+        self.array: npt.NDArray[Any] = self._here.numpy()
         self._copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
 
     def ready(self) -> None:

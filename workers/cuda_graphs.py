@@ -13,9 +13,9 @@ Weights are never part of what was captured, their addresses are: `swap` copies 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +83,25 @@ class StepShape:
             "merge_start": (self.rows + 1,),
             "merge_entry": (merged,),
         }
+
+
+_Result = TypeVar("_Result")
+
+
+@torch.inference_mode()
+def record(compute: Callable[[], _Result], pool: Any) -> tuple[torch.cuda.CUDAGraph, _Result]:
+    """What `compute` launches, as a graph, and what it gave while it was recorded: the tensors that replays fill."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):  # compiles kernels and lets libraries make their workspaces
+            compute()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    # Another thread may load new weights meanwhile; what it allocates is no part of this.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        result = compute()
+    return graph, result
 
 
 class _PieceBuffer:
@@ -182,20 +201,7 @@ class StaticStep:
 
     def capture(self, pool: Any) -> None:
         """Record the forward, with a batch loaded. `pool`: memory that all graphs share, for one runs at a time."""
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), torch.inference_mode():
-            for _ in range(2):  # compiles kernels and lets libraries make their workspaces
-                self.compute()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # Another thread may load new weights meanwhile; what it allocates is no part of this.
-        with (
-            torch.inference_mode(),
-            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
-        ):
-            self._logits = self.compute()
-        self._graph = graph
+        self._graph, self._logits = record(self.compute, pool)
 
     def compute(self) -> Tensor:
         """Launch the forward as it is, captured or not: logits [rows, V]."""

@@ -22,7 +22,7 @@ import torch
 from paceline.kernels.keyed_noise import gumbel_vocabulary
 from paceline.kernels.tree_attention import AttentionPlan
 from paceline.workers.cuda_buffers import Buffer
-from paceline.workers.cuda_graphs import StaticStep
+from paceline.workers.cuda_graphs import StaticStep, record
 from paceline.workers.fused_sampling import children
 from paceline.workers.model_batch import PackedBatch, Spine
 
@@ -102,19 +102,9 @@ class DraftLoop:
         else:
             self._compute()
 
-    @torch.inference_mode()
     def capture(self, pool: Any) -> None:
         """Record the loop, with rows loaded. `pool` as for `StaticStep.capture`."""
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                self._compute()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            self._compute()
-        self._graph = graph
+        self._graph, _ = record(self._compute, pool)
 
     def _compute(self) -> None:
         for level, step in enumerate(self._steps):

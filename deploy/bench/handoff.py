@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 from paceline.cluster.config import PrefillConfig
 from paceline.cluster.errors import TransferError
 from paceline.cluster.scheduler import Plan
 from paceline.cluster.types import KVReady, Request, Sampling
 from paceline.deploy.bench.figures import Figure, median
+from paceline.deploy.bench.inprocess import config_26m
 from paceline.workers.engine import Engine
 from paceline.workers.kv_cache import KVCache, digest, octets
 from paceline.workers.kv_link import Arrival, store_arrival
@@ -33,16 +34,7 @@ _KEY = bytes(range(32))
 
 def random_runner(seed: int = 0, context: int = PROMPT + 256) -> ModelRunner:
     """A Llama of 26 M random weights, with a context that such a prompt fits in."""
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=context,
-        tie_word_embeddings=True,
-    )
+    config = config_26m(4096, context)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="paceline")

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import safe_open
+from transformers import LlamaConfig
 
 from paceline.cluster.config import DraftConfig, SpeculationConfig
 from paceline.cluster.controller import Controller
@@ -42,6 +43,21 @@ BLOCK_SIZE = 16
 TOKEN_BUDGET = 256
 _COPY_BYTES = 128 << 20
 """Larger than any cache."""
+
+
+def config_26m(vocab_size: int, context: int) -> LlamaConfig:
+    """A Llama of 26 M weights. Random ones are spread wide enough that two tokens are hardly ever equally likely."""
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=context,
+        initializer_range=0.06,
+        tie_word_embeddings=True,
+    )
 
 
 def load(folder: Path) -> ModelRunner:

@@ -1,19 +1,16 @@
-"""Kernels on this machine's GPU -> a card of measured times: floor, ours, plain torch; the last line is JSON.
+"""Rows of the kernels' card, this machine's GPU -> measured times of each: floor, ours, plain torch, other libraries.
 
-    python -m paceline.deploy.bench.kernels [NAME ...]
-
-Each row runs on inputs of its own, several copies of them where one would stay in the L2 cache, captured in a CUDA graph
-as in a serving step; what plain torch cannot have captured runs as it is. Ours, torch, other libraries that are installed and a copy of memory alternate, 30
-rounds; a ratio is taken in each round (`figures`). The floor is the bytes that have to move over the bandwidth that the
-copy reaches, or the time of arithmetic that cannot be left out, whichever is longer; docs/kernels.md says which.
+`paceline bench --gpu` prints them. Each row runs on inputs of its own, several copies of them where one would stay in the L2 cache, captured in a CUDA graph
+as in a serving step; what plain torch cannot have captured runs as it is. Ours, torch, other libraries that are
+installed and a copy of memory alternate, 30 rounds; a ratio is taken in each round (`figures`). The floor is the bytes
+that have to move over the bandwidth that the copy reaches, or the time of arithmetic that cannot be left out, whichever
+is longer; docs/kernels.md says which.
 
 A row is a line of `SOURCES`; other files add theirs there.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -149,29 +146,3 @@ def card(device: torch.device) -> str:
         f"{p.name}, {p.multi_processor_count} multiprocessors, L2 {p.L2_cache_size >> 20} MiB, "
         f"{p.total_memory >> 30} GiB; torch {torch.__version__}, CUDA {torch.version.cuda}, triton {triton}"
     )
-
-
-def main(names: Sequence[str]) -> int:
-    """Measure the rows whose names contain one of `names`, all without any; 0, also where there is no GPU."""
-    rows = [row for source in SOURCES for row in source()]
-    rows = [row for row in rows if not names or any(name in row.name for name in names)]
-    figures: dict[str, float | str] = {}
-    if not torch.cuda.is_available():
-        print("no CUDA device: not run")
-        for row in rows:
-            print(f"{row.name:<28} {row.shape}: {row.bytes_moved / 1e6:.1f} MB to move; not run")
-            figures |= dict.fromkeys(row.names(), "not run")
-        print(json.dumps({"device": None, "figures": figures}))
-        return 0
-    device = torch.device("cuda", torch.cuda.current_device())
-    print(card(device))
-    for row in rows:
-        found = measure(row, device)
-        print(found.line(), f" ({row.shape})", flush=True)
-        figures |= found.entries()
-    print(json.dumps({"device": card(device), "figures": figures}))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

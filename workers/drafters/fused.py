@@ -265,6 +265,9 @@ class FusedDrafter(Drafter):
         began = self._clock()
         verified = [(outcome.tree, outcome.path) for outcome in outcomes if outcome.tree is not None]
         controller.verified([tree for tree, _ in verified], [path for _, path in verified])
+        if self._may_ask == Asked.MODELS:  # nobody chose: there is no balance to keep
+            self._spent = {}
+            return
         gained: dict[str, dict[str, float]] = {name: {} for name in self._spent}
         for outcome in outcomes:
             found = self._found.get(outcome.stream.key)
@@ -278,9 +281,8 @@ class FusedDrafter(Drafter):
                 if tree is not None and name in self._trust:
                     self._trust[name].learn(_chances(tree), covered)
         self._spend_on_all(self._clock() - began)
-        if self._may_ask != Asked.MODELS:  # nobody chose: there is no balance to keep
-            for name, spent in self._spent.items():
-                controller.asked(name, spent, gained[name])
+        for name, spent in self._spent.items():
+            controller.asked(name, spent, gained[name])
         self._spent = {}
 
 

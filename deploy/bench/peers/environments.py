@@ -124,15 +124,6 @@ def python_of(recipe: Recipe, home: Path) -> Path | None:
     return home / "bin" / "python" if is_made else None
 
 
-def build(name: str) -> None:
-    """Make one peer's environment.
-
-    Raises:
-        BuildFailed: see `make`.
-    """
-    make(name, RECIPES[name], folder() / name)
-
-
 def make(name: str, recipe: Recipe, home: Path) -> None:
     """Make an environment anew in the folder `home`, unless it is there as the recipe wants it.
 
@@ -192,19 +183,28 @@ def _index() -> list[str]:
     return ["--extra-index-url", index]
 
 
+def make_all(names: Sequence[str], recipes: Mapping[str, Recipe], where: Path) -> None:
+    """Make each in a folder of its name.
+
+    Raises:
+        SystemExit: what failed, said at the end; the others are there.
+    """
+    failures: list[str] = []
+    for name in names:
+        try:
+            make(name, recipes[name], where / name)
+        except BuildFailed as error:
+            failures.append(str(error))
+    if failures:
+        raise SystemExit("\n".join(failures))
+
+
 def main(names: Sequence[str]) -> None:
     """Build each; what fails is said at the end, the others are there."""
     unknown = sorted(set(names) - set(RECIPES))
     if unknown:
         raise SystemExit(f"peer {unknown[0]!r}: expected one of {', '.join(RECIPES)}")
-    failures: list[str] = []
-    for name in names or RECIPES:
-        try:
-            build(name)
-        except BuildFailed as error:
-            failures.append(str(error))
-    if failures:
-        raise SystemExit("\n".join(failures))
+    make_all(names or list(RECIPES), RECIPES, folder())
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 from paceline.deploy.bench import inprocess, report
 from paceline.deploy.bench.check import Judge
@@ -119,21 +119,8 @@ def _ended_in_order() -> Iterator[None]:
 
 
 def write_random(folder: Path, workload: Workload, seed: int) -> None:
-    """A Llama of 26 M random weights with the tokenizer's ids; 105 MB as float32.
-
-    Its weights are spread wide enough that two tokens are hardly ever equally likely.
-    """
-    config = LlamaConfig(
-        vocab_size=len(workload.tokenizer),
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=2048,
-        initializer_range=0.06,
-        tie_word_embeddings=True,
-    )
+    """A Llama of 26 M random weights with the tokenizer's ids; 105 MB as float32."""
+    config = inprocess.config_26m(len(workload.tokenizer), 2048)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
