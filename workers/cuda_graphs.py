@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from paceline.cluster.errors import ModelError
 from paceline.cluster.speculation import Tree
 from paceline.kernels import attention_pieces_reference
 from paceline.kernels.attention_pieces import ARRAYS, Cut, Pieces, plan_pieces
@@ -366,28 +365,6 @@ class GraphedDecoder:
         return StaticStep(
             self.model, cache, shape, cut=cut, windows=windows_of(self.model), backend=self.backend
         )
-
-    @torch.no_grad()
-    def swap(self, tensors: Mapping[str, Tensor]) -> None:
-        """New weights into the places of the old ones, in between two steps; the graphs then compute with them.
-
-        Raises:
-            ModelError: names, shapes or types are not those of the model. Nothing has changed then.
-        """
-        # A tensor that two modules share may come under either name.
-        ours = dict(self.model.named_parameters(remove_duplicate=False))
-        unknown = sorted(set(tensors) - set(ours))
-        given = {id(ours[name]) for name in tensors if name in ours}
-        missing = sorted(name for name, tensor in ours.items() if id(tensor) not in given)
-        if unknown or missing:
-            raise ModelError(f"weights to swap in: missing {missing[:3]}, unknown {unknown[:3]}")
-        for name, tensor in tensors.items():
-            if tensor.shape != ours[name].shape:
-                raise ModelError(
-                    f"weights to swap in: {name} has shape {list(tensor.shape)}, expected {list(ours[name].shape)}"
-                )
-        for name, tensor in tensors.items():
-            ours[name].copy_(tensor, non_blocking=True)
 
 
 def windows_of(model: PreTrainedModel) -> set[int | None]:

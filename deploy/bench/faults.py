@@ -10,39 +10,23 @@ import asyncio
 import math
 import os
 import random
-import shutil
 import signal
-import socket
-import subprocess
-import sys
-import tempfile
 import time
-import uuid
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import httpx
-import psutil
 from rich.console import Console
 from rich.table import Table
 
-from paceline.cluster.config import load_config, model_folder
+from paceline.cluster.config import model_folder
 from paceline.cluster.errors import PacelineError
-from paceline.cluster.failpoints import Failpoints, Fired
+from paceline.cluster.failpoints import Fired
 from paceline.cluster.gateway.text import Tokenizer
-from paceline.deploy import local
-from paceline.deploy.bench import two_nodes
 from paceline.deploy.bench.traffic import Answer, Ask, Clients, How, expect
+from paceline.deploy.bench.victim import ENGINES, Victim, victim
 
 _FIRE_LIMIT_S = 20.0
-_BACK_LIMIT_S = 90.0
-_START_LIMIT_S = 240.0
-ENGINES = ("prefill", "decode", "draft")
-_PACELINE = [sys.executable, "-m", "paceline.deploy.cli"]
 
 Say = Callable[[str], None]
 
@@ -128,152 +112,6 @@ class Kill:
         verdict = "; ".join(text for text in [self.complaint, *self.failed, wrong] if text) or "ok"
         times = f"{self.recovery_s:.2f} s without text ({self.slowest}), role back after {self.back_s:.1f} s"
         return f"{self.row.name}: {verdict}; {times}"
-
-
-# --- a cluster to break ---------------------------------------------------------------------------------
-
-
-@dataclass
-class Victim:
-    """A running cluster with failpoints on, that nobody else uses."""
-
-    home: Path
-    failpoints: Failpoints
-    url: str
-    control: str
-    model: str
-    wanted: dict[str, int]
-    """Ready workers of each role when nothing is broken."""
-    run_id: str
-
-    async def workers(self) -> list[dict[str, Any]]:
-        """What control knows of living processes; nothing while it is away itself."""
-        try:
-            async with httpx.AsyncClient(timeout=2.0) as client:
-                report = (await client.get(f"{self.control}/admin/api/status")).raise_for_status().json()
-        except (httpx.HTTPError, ValueError):
-            return []
-        return [worker for worker in report["workers"] if _lives(worker["pid"])]
-
-    async def whole_roles(self, gone: int = 0) -> set[str]:
-        """Roles that have all their ready workers, the process `gone` not among them."""
-        ready = Counter(w["role"] for w in await self.workers() if w["state"] == "ready" and w["pid"] != gone)
-        return {role for role, num in self.wanted.items() if ready[role] == num}
-
-    async def is_whole(self, gone: int = 0) -> bool:
-        """All roles are, and the gateway takes requests."""
-        if await self.whole_roles(gone) != set(self.wanted):
-            return False
-        async with httpx.AsyncClient(timeout=2.0) as client:
-            try:
-                return (await client.get(f"{self.url}/ready")).status_code == 200
-            except httpx.HTTPError:
-                return False
-
-    async def until_whole(self, gone: int = 0, limit_s: float = _BACK_LIMIT_S) -> None:
-        """Wait for that.
-
-        Raises:
-            PacelineError: it takes too long.
-        """
-        end = time.monotonic() + limit_s
-        while not await self.is_whole(gone):
-            if time.monotonic() > end:
-                found = [(w["role"], w["state"], w["pid"]) for w in await self.workers()]
-                raise PacelineError(f"the cluster is not whole after {limit_s:g} s: {found}")
-            await asyncio.sleep(0.1)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
-
-
-@contextmanager
-def victim(settings: Sequence[str] = (), *, replicas: int = 2, nodes: int = 1) -> Iterator[Victim]:
-    """Start a cluster with `replicas` engines of each role in a home of its own; end it and remove everything."""
-    home = Path(tempfile.mkdtemp(prefix="paceline-faults-"))
-    failpoints = Failpoints(home / "failpoints")
-    given = [
-        f"gateway.port={_free_port()}",
-        f"control.port={_free_port()}",
-        # A draft worker is asked in every step, whether it pays here or not.
-        "speculation.control=fixed",
-        "speculation.sources=[draft]",
-        *(f"{role}.replicas={replicas}" for role in ENGINES),
-        *(two_nodes.SETTINGS if nodes == 2 else ()),
-        *settings,
-    ]
-    environment = {**os.environ, **failpoints.environment, "PACELINE_HOME": str(home)}
-    folder = home / "run" / "local"
-    # Whoever ends this process must not leave its cluster behind.
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        (_serve_two_nodes if nodes == 2 else _serve)(folder, given, environment)
-        state = local.read_state(folder)
-        assert state is not None
-        config = state["config"]
-        wanted = {role: config[role]["replicas"] for role in ENGINES} | {
-            role: config[role].get("replicas", 1) for role in ("gateway", "router", "control")
-        }
-        model = config["model"]["name"]
-        cluster = Victim(home, failpoints, state["gateway"], state["control"], model, wanted, state["run_id"])
-        asyncio.run(cluster.until_whole(limit_s=_START_LIMIT_S))
-        yield cluster
-    finally:
-        found = local.read_state(folder)
-        left = local.processes_of(found["run_id"]) if found is not None else []
-        local.end_processes([p for p in left if p.name() != "raylet" and _is_supervisor(p)], 60.0)
-        subprocess.run([*_PACELINE, "stop"], env=environment, capture_output=True, check=False)
-        shutil.rmtree(home, ignore_errors=True)
-        signal.signal(signal.SIGTERM, before)
-
-
-def _serve(folder: Path, settings: Sequence[str], environment: Mapping[str, str]) -> None:
-    """What a user does."""
-    arguments = ["serve", "--detach", *(part for setting in settings for part in ("--set", setting))]
-    done = subprocess.run(
-        [*_PACELINE, *arguments], env=environment, capture_output=True, text=True, check=False
-    )
-    if done.returncode != 0:
-        raise PacelineError(f"the cluster did not start:\n{done.stdout}{done.stderr}")
-
-
-def _serve_two_nodes(folder: Path, settings: Sequence[str], environment: Mapping[str, str]) -> None:
-    config = load_config("laptop", settings)
-    folder.mkdir(parents=True)
-    run_id = uuid.uuid4().hex
-    state = {
-        "run_id": run_id,
-        "phase": "launching",
-        "gateway": f"http://127.0.0.1:{config.gateway.port}",
-        "control": f"http://127.0.0.1:{config.control.port}",
-        "config": config.model_dump(mode="json"),
-    }
-    local.write_state(folder, state)
-    with (folder / "supervisor.log").open("w") as log:
-        subprocess.Popen(
-            [sys.executable, "-m", two_nodes.__name__, str(folder)],
-            env={**environment, local.RUN_VARIABLE: run_id},
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-
-
-def _is_supervisor(process: psutil.Process) -> bool:
-    try:
-        return two_nodes.__name__ in process.cmdline()
-    except psutil.Error:
-        return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # --- one kill -------------------------------------------------------------------------------------------
@@ -518,10 +356,10 @@ def run(
                 report.kills.append(kill)
                 say(f"{round_ + 1}/{kills} {kill}")
 
-    for nodes in (1, 2):
+    for nodes in (0, 2):
         chosen = [row for row in rows if (row.action == "node") == (nodes == 2)]
         if chosen:
-            say(f"starting the cluster on {nodes} node{'s' * (nodes > 1)}")
+            say("starting the cluster on two nodes" if nodes else "starting the cluster")
             with victim(settings, nodes=nodes) as cluster:
                 asyncio.run(work(cluster, chosen))
     report.show(out)

@@ -1,4 +1,4 @@
-"""Hundreds of mixed requests, clients that leave and workers that die -> right texts, and nothing left behind.
+"""Mixed requests, clients that leave, workers that die and change their roles -> right texts, and nothing left behind.
 
 Afterwards the cluster must look as it did before: no block in use, no stream open, as many processes and sockets as at
 rest, no file that was not there.
@@ -22,8 +22,9 @@ from paceline.cluster.errors import PacelineError
 from paceline.cluster.failpoints import POINTS
 from paceline.cluster.gateway.text import Tokenizer
 from paceline.deploy import local
-from paceline.deploy.bench.faults import Say, Victim, known_asks, victim
+from paceline.deploy.bench.faults import Say, known_asks
 from paceline.deploy.bench.traffic import Ask, Clients, How
+from paceline.deploy.bench.victim import ENGINES, Victim, victim
 
 _CANCELLED = 0.25
 _SETTLE_LIMIT_S = 20.0
@@ -40,6 +41,8 @@ class SoakReport:
     wrong_tokens: int = 0
     resumes: int = 0
     faults: Counter[str] = field(default_factory=Counter)
+    swaps: Counter[str] = field(default_factory=Counter)
+    """By "FROM to TO": that role had a worker less and this one more."""
     seconds: float = 0.0
     left: dict[str, list[str]] = field(default_factory=dict)
     """blocks, sockets, processes, files -> each thing that should not be there."""
@@ -50,6 +53,7 @@ class SoakReport:
             "soak.requests": self.requests,
             "soak.cancelled": self.cancelled,
             "soak.faults": self.faults.total(),
+            "soak.role_swaps": self.swaps.total(),
             "soak.failed": len(self.failed),
             "soak.wrong_tokens": self.wrong_tokens,
             "soak.resumes": self.resumes,
@@ -68,9 +72,13 @@ class SoakReport:
 
     def show(self, out: Console) -> None:
         """A few lines."""
-        faults = ", ".join(f"{name} {num}" for name, num in sorted(self.faults.items()))
+        faults, swaps = (
+            ", ".join(f"{name} {num}" for name, num in sorted(counts.items())) or "none"
+            for counts in (self.faults, self.swaps)
+        )
         out.print(
-            f"{self.requests} requests in {self.seconds:.0f} s, {self.cancelled} of them cancelled; faults: {faults or 'none'}"
+            f"{self.requests} requests in {self.seconds:.0f} s, {self.cancelled} of them cancelled; faults: {faults}; "
+            f"swaps of roles: {swaps}"
         )
         left = ", ".join(f"{name} {len(things)}" for name, things in self.left.items())
         out.print(
@@ -170,6 +178,10 @@ class Soak:
         clients = Clients(self._cluster.url, self._cluster.model)
         numbers = iter(range(num))
         breaker = asyncio.create_task(self._break()) if with_faults else None
+        may_swap = asyncio.Event()
+        if with_faults and self._cluster.nodes is not None:
+            may_swap.set()
+        swapper = asyncio.create_task(self._swap_roles(may_swap))
 
         async def client() -> None:
             for number in numbers:
@@ -180,9 +192,11 @@ class Soak:
         try:
             await asyncio.gather(*(client() for _ in range(at_once)))
         finally:
+            may_swap.clear()
             if breaker is not None:
                 breaker.cancel()
                 await asyncio.gather(breaker, return_exceptions=True)
+            await swapper
             await clients.close()
         self._cluster.failpoints.disarm()
         await self._cluster.until_whole()
@@ -232,6 +246,18 @@ class Soak:
                 self.report.faults[point] += 1
                 await asyncio.sleep(1.0)  # until control knows
 
+    async def _swap_roles(self, may_swap: asyncio.Event) -> None:
+        """A role gives a worker to another and gets it back, again and again; at the end all have what they had."""
+        before = dict(self._cluster.wanted)
+        while may_swap.is_set():
+            giver, taker = self._random.sample(ENGINES, 2)
+            await self._cluster.redeploy(**{giver: before[giver] - 1, taker: before[taker] + 1})
+            self.report.swaps[f"{giver} to {taker}"] += 1
+            self._say(f"{giver} gave a worker to {taker}")
+            await self._cluster.redeploy(**{role: before[role] for role in (giver, taker)})
+            self.report.swaps[f"{taker} to {giver}"] += 1
+            self._say(f"{taker} gave it back")
+
 
 async def soak(
     cluster: Victim,
@@ -263,7 +289,7 @@ def run(
     say("computing what every request must say")
     asks, tokenizer = known_asks("bundled/target", 24, 48)
     say("starting the cluster")
-    with victim(settings) as cluster:
+    with victim(settings, nodes=1) as cluster:
         state = local.read_state(cluster.home / "run" / "local") or {}
         work = soak(cluster, asks, tokenizer, requests=requests, warm_up=100, say=say, seed=seed)
         report = asyncio.run(work)

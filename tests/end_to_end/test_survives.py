@@ -13,8 +13,9 @@ import pytest
 from bundled import MODEL
 from paceline.cluster.gateway.text import Tokenizer
 from paceline.deploy.bench import faults, soak
-from paceline.deploy.bench.faults import ROWS, Kill, Matrix, Victim
+from paceline.deploy.bench.faults import ROWS, Kill, Matrix
 from paceline.deploy.bench.traffic import Ask
+from paceline.deploy.bench.victim import Victim
 
 FAST = ("prefill.mid_transfer", "decode.mid_stream", "draft.mid_step")
 ROLES = ("gateway", "router", "control", "prefill", "decode", "draft")

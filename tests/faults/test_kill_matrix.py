@@ -33,7 +33,7 @@ def test_nothing_is_left_of_a_thousand_requests() -> None:
     result = soak.run(requests=1000, out=NOWHERE, say=print)
 
     assert result["complaints"] == []
-    assert result["figures"]["soak.faults"] >= 5
+    assert result["figures"]["soak.faults"] >= 5 and result["figures"]["soak.role_swaps"] >= 2
 
 
 # --- the judge itself: it must see what is wrong --------------------------------------------------------

@@ -8,11 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedModel
 
 import harness as h
-from paceline.cluster.errors import ModelError
 from paceline.cluster.speculation import Tree
 from paceline.kernels.attention_pieces import Cut
 from paceline.workers.cuda_graphs import BUCKETS, StepShape, windows_of
@@ -240,45 +238,20 @@ def test_every_bucket_can_be_made_before_the_first_request() -> None:
     assert torch.allclose(ours.forward(steps(ours)[0]), expected, atol=1e-5)
 
 
-def weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in model.named_parameters()}
-
-
-def test_new_weights_are_swapped_in_under_the_buffers() -> None:
-    """The same memory, other numbers: logits are those of a fresh model, and no longer the old ones."""
-    model, fresh = llama(0), runner(llama(1))
-    ours = runner(model, "eager")
-    assert ours._graphed is not None
-    before = [ours.forward(batch) for batch in steps(ours)[:3]]
+def test_two_models_change_places_under_their_buffers() -> None:
+    """The same memory, other numbers: each computes what the other did, and the other way round."""
+    model = llama(0)
+    ours, theirs = runner(model, "eager"), runner(llama(1), "eager")
+    assert ours._graphed is not None and theirs._graphed is not None
     places = [tensor.data_ptr() for tensor in model.parameters()]
-    ours._graphed.swap(weights(llama(1)))
-    after = [ours.forward(batch) for batch in steps(ours)[:3]]
-    expected = [fresh.forward(batch) for batch in steps(fresh)[:3]]
+    before, expected = ([one.forward(batch) for batch in steps(one)[:3]] for one in (ours, theirs))
+    ours._graphed.exchange(theirs._graphed)
+    after, other = ([one.forward(batch) for batch in steps(one)[:3]] for one in (ours, theirs))
 
     assert [tensor.data_ptr() for tensor in model.parameters()] == places
-    for old, new, wanted in zip(before, after, expected, strict=True):
-        assert torch.allclose(new, wanted, atol=1e-5)
+    for old, new, wanted, kept in zip(before, after, expected, other, strict=True):
+        assert torch.allclose(new, wanted, atol=1e-5) and torch.allclose(kept, old, atol=1e-5)
         assert not torch.allclose(new, old, atol=1e-2)
-
-
-@pytest.mark.parametrize("wrong", ["missing", "unknown", "shape"])
-def test_weights_that_are_not_the_models_change_nothing(wrong: str) -> None:
-    """Refused by name before the first tensor is copied."""
-    model = llama(0)
-    tensors, before = weights(llama(1)), weights(model)
-    name = "model.norm.weight"
-    if wrong == "missing":
-        del tensors[name]
-    elif wrong == "unknown":
-        tensors["model.other.weight"] = tensors[name]
-    else:
-        tensors[name] = tensors[name][:3]
-    ours = runner(model, "eager")
-    assert ours._graphed is not None
-
-    with pytest.raises(ModelError, match=r"weights to swap in"):
-        ours._graphed.swap(tensors)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.named_parameters())
 
 
 @pytest.mark.gpu
@@ -297,5 +270,8 @@ def test_graphs_equal_eager_and_never_wait_for_the_device(tmp_path: Path) -> Non
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert logits is not None and bool(logits.isfinite().all())
-    graphs._graphed.swap({n: t.to("cuda", torch.bfloat16) for n, t in weights(llama(1)).items()})
-    assert torch.equal(eager.forward(steps(eager)[0]), graphs.forward(steps(graphs)[0]))
+    other = runner(llama(1).to("cuda", torch.bfloat16), "eager")
+    assert other._graphed is not None
+    expected = other.forward(steps(other)[0])
+    graphs._graphed.exchange(other._graphed)
+    assert torch.equal(expected, graphs.forward(steps(graphs)[0]))
