@@ -373,7 +373,9 @@ class KVReady(Struct, frozen=True):
     num_tokens: int
     seq: int = 0
     digest: bytes = b""
-    """BLAKE3-128 over all of the above but `seq`, and over the bytes from the source pool; keyed for this pair."""
+    """16 bytes over all else here but `seq`, and over the bytes from the source pool; keyed for this pair."""
+    digest_by: Literal["blake3", "gmac"] = "blake3"
+    """Who took it: a GPU while it copies the rows, or a processor, which has instructions for the other."""
 
 
 class Credit(Struct, frozen=True):

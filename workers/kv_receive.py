@@ -353,12 +353,10 @@ class HandoffReceiver:
         if incoming is None:
             return  # dropped meanwhile: the rows never touch the pool
         cache, slots = self._engine.runner.cache, self._slots(incoming, message)
-        began = time.thread_time()
-        ok = store_arrival(cache, slots, peer.session_key, arrival)
-        seconds = time.thread_time() - began
+        stored = store_arrival(cache, slots, peer.session_key, arrival)
         if failpoints.enabled:
             failpoints.hit("mid_transfer", message.request_id)
-        self._checked(incoming, ok, arrival.sent.nbytes, seconds)
+        self._checked(incoming, stored.is_intact, arrival.sent.nbytes, stored.digest_s)
 
     def _arrived_at(self, rank: int, link: LinkReceiver | FarReceiver, message: KVReady) -> None:
         """A rank has rows outside its pool. What it is told to do with them comes before any later step."""

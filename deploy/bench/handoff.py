@@ -107,11 +107,12 @@ class Handoff:
             found = octets(mark)
         else:
             rows = ours.pack(message, slots)
+            message = msgspec.structs.replace(message, digest_by="gmac")
             self.gather_s, at = self._add(self.gather_s, at)
             found = digest(_KEY, message, rows)
         self.digest_s, at = self._add(self.digest_s, at)
         sent = msgspec.structs.replace(message, digest=found)
-        if not store_arrival(self._there, slots, _KEY, Arrival(sent, rows, rows)):
+        if not store_arrival(self._there, slots, _KEY, Arrival(sent, rows, rows)).is_intact:
             raise TransferError("bench", "KV that was copied is not what arrived")
         self.scatter_s, _ = self._add(self.scatter_s, at)
         self.num_bytes += rows.nbytes

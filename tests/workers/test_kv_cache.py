@@ -111,32 +111,39 @@ PLACE = KVReady("r", 1, "kv/1", 2, 1, 0, GROUPS, 3, 2)
 """One layer of two tokens, all heads."""
 
 
-def test_a_digest_changes_with_every_bit(cache: KVCache) -> None:
+@pytest.fixture(params=["blake3", "gmac"])
+def place(request: pytest.FixtureRequest) -> KVReady:
+    """One layer of two tokens, all heads, digested either way."""
+    return msgspec.structs.replace(PLACE, digest_by=request.param)
+
+
+def test_a_digest_changes_with_every_bit(cache: KVCache, place: KVReady) -> None:
     """Each of the bits of a message, flipped alone, gives another digest."""
-    rows = cache.pack(PLACE, torch.arange(2))
-    right = digest(KEY, PLACE, rows)
+    rows = cache.pack(place, torch.arange(2))
+    right = digest(KEY, place, rows)
     seen = {right}
     flat = rows.view(torch.uint8).view(-1)
     for byte in range(len(flat)):
         for bit in range(8):
             flat[byte] ^= 1 << bit
-            seen.add(digest(KEY, PLACE, rows))
+            seen.add(digest(KEY, place, rows))
             flat[byte] ^= 1 << bit
 
     assert len(seen) == 1 + 8 * len(flat)
-    assert digest(KEY, PLACE, rows) == right
+    assert digest(KEY, place, rows) == right
 
 
-def test_a_digest_belongs_to_one_place() -> None:
-    """Intact bytes for another key, request, epoch, link, layer, head, range, shape or type are refused."""
+def test_a_digest_belongs_to_one_place(place: KVReady) -> None:
+    """Intact bytes for another key, request, epoch, link, layer, head, range, shape, type or way are refused."""
     rows = torch.zeros(2, 3, GROUPS, 8)
 
     def moved(**changes: object) -> KVReady:
-        return msgspec.structs.replace(PLACE, **changes)
+        return msgspec.structs.replace(place, **changes)
 
     places = [
         (KEY, PLACE, rows),
-        (bytes(32), PLACE, rows),
+        (KEY, msgspec.structs.replace(PLACE, digest_by="gmac"), rows),
+        (bytes(32), place, rows),
         (KEY, moved(request_id="s"), rows),
         (KEY, moved(request_id="r\x001"), rows),
         (KEY, moved(epoch=2), rows),
@@ -147,24 +154,24 @@ def test_a_digest_belongs_to_one_place() -> None:
         (KEY, moved(num_heads=1), rows),
         (KEY, moved(start=2), rows),
         (KEY, moved(num_tokens=3), rows),
-        (KEY, PLACE, rows.view(2, 3, 8, GROUPS)),
-        (KEY, PLACE, rows.view(torch.int32)),
-        (KEY, PLACE, rows[:, :2]),
+        (KEY, place, rows.view(2, 3, 8, GROUPS)),
+        (KEY, place, rows.view(torch.int32)),
+        (KEY, place, rows[:, :2]),
     ]
     digests = [digest(*place) for place in places]
 
     assert len(set(digests)) == len(places)
     assert all(len(made) == 16 for made in digests)
-    assert digest(KEY, moved(seq=9, digest=bytes(16)), rows) == digests[0]
+    assert digest(KEY, moved(seq=9, digest=bytes(16)), rows) == digest(KEY, place, rows)
 
 
-def test_a_digest_does_not_depend_on_strides() -> None:
+def test_a_digest_does_not_depend_on_strides(place: KVReady) -> None:
     """A view and its contiguous copy: same rows, same digest."""
     wide = torch.randn(2, 6, GROUPS, DIM)
     view = wide[:, 1:4]
 
     assert not view.is_contiguous()
-    assert digest(KEY, PLACE, view) == digest(KEY, PLACE, view.contiguous())
+    assert digest(KEY, place, view) == digest(KEY, place, view.contiguous())
 
 
 @pytest.mark.parametrize(

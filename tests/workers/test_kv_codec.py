@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -88,8 +88,11 @@ def test_what_is_sent_has_the_announced_shape_and_decodes(codec: Codec, dtype: t
     torch.testing.assert_close(found, rows, rtol=0.07, atol=0.02)
 
 
+@pytest.mark.parametrize("digest_by", ["blake3", "gmac"])
 @pytest.mark.parametrize("codec", ["none", *CODECS])
-def test_neither_a_changed_byte_nor_a_wrong_pool_passes(codec: Codec) -> None:
+def test_neither_a_changed_byte_nor_a_wrong_pool_passes(
+    codec: Codec, digest_by: Literal["blake3", "gmac"]
+) -> None:
     """The digest is of what was sent; what the pool holds must be what that decodes to, in all of its slots."""
     cache = KVCache(
         num_layers=1,
@@ -102,12 +105,12 @@ def test_neither_a_changed_byte_nor_a_wrong_pool_passes(codec: Codec) -> None:
     )
     rows = torch.randn(1, 2, 2, 5, 8)
     sent = encode(rows, codec)
-    place = KVReady("r", 1, "kv/1", 0, 1, 0, 2, 0, 5)
+    place = KVReady("r", 1, "kv/1", 0, 1, 0, 2, 0, 5, digest_by=digest_by)
     message = msgspec.structs.replace(place, digest=digest(KEY, place, sent))
 
     def passes(changed: Tensor, slots: list[int], key: bytes = KEY) -> bool:
         arrived = decode(changed, rows.shape, rows.dtype, codec)
-        return store_arrival(cache, torch.tensor(slots), key, Arrival(message, arrived, changed))
+        return store_arrival(cache, torch.tensor(slots), key, Arrival(message, arrived, changed)).is_intact
 
     assert passes(sent, [3, 9, 4, 1, 0])
     assert torch.equal(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -157,10 +156,9 @@ class LinkAgent:
         if arrival is None or pair_key is None:  # the link was closed meanwhile
             self._tell(LinkPlaced(message.link_key, message.seq, False, 0, 0.0))
             return
-        began = time.thread_time()
-        ok = store_arrival(cache, slots, pair_key, arrival)
-        seconds = time.thread_time() - began
-        self._tell(LinkPlaced(message.link_key, message.seq, ok, arrival.sent.nbytes, seconds))
+        stored = store_arrival(cache, slots, pair_key, arrival)
+        num_bytes = arrival.sent.nbytes
+        self._tell(LinkPlaced(message.link_key, message.seq, stored.is_intact, num_bytes, stored.digest_s))
 
     def _opened(self, ends: dict[str, End], key: str) -> End:
         with self._change:
