@@ -98,13 +98,15 @@ class Footprint:
     processes: Counter[str]
     sockets: Counter[str]
     files: frozenset[str]
+    addresses: dict[str, list[str]]
+    """Of the sockets, by the same names: what tells whose they are."""
 
     @classmethod
     async def of(cls, cluster: Victim) -> Footprint:
         """Look at all processes of the run and at the places where temporary files lie."""
         roles = {worker["pid"]: worker["role"] for worker in await cluster.workers()}
         processes: Counter[str] = Counter()
-        sockets: Counter[str] = Counter()
+        addresses: dict[str, list[str]] = {}
         for process in local.processes_of(cluster.run_id):
             try:
                 # Ray writes what an actor does at the moment behind a dot.
@@ -113,12 +115,16 @@ class Footprint:
             except psutil.Error:
                 continue
             processes[name] += 1
-            for connection in connections:
-                sockets[f"{name} {connection.status}"] += 1
+            listening = {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
+            for each in connections:
+                way = "<-" if each.laddr.port in listening else "->"
+                text = f"{process.pid}:{each.laddr.port} {way} {each.raddr.port if each.raddr else '*'}"
+                addresses.setdefault(f"{name} {each.status}", []).append(text)
         patterns = [Path("/").glob(pattern.removeprefix("/")) for pattern in _TEMPORARY]
         files = [str(path) for found in patterns for path in found]
         files += [str(path) for path in cluster.home.rglob("*") if path.suffix not in (".log", ".jsonl")]
-        return cls(processes, sockets, frozenset(files))
+        sockets = Counter({name: len(found) for name, found in addresses.items()})
+        return cls(processes, sockets, frozenset(files), addresses)
 
     def __str__(self) -> str:
         return f"{sorted(self.processes.items())} {sorted(self.sockets.items())} {sorted(self.files)}"
@@ -137,7 +143,10 @@ class Footprint:
     def more_than(self, before: Footprint) -> dict[str, list[str]]:
         """What is here that was not there before."""
         return {
-            "sockets": [f"{name}: {num}" for name, num in (self.sockets - before.sockets).items()],
+            "sockets": [
+                f"{name}: {num} of {', '.join(self.addresses[name])}"
+                for name, num in (self.sockets - before.sockets).items()
+            ],
             "processes": [f"{name}: {num}" for name, num in (self.processes - before.processes).items()],
             "files": sorted(self.files - before.files),
         }
