@@ -151,8 +151,9 @@ def digest(key: bytes, message: KVReady, rows: Tensor) -> bytes:
     """
     place = place_key(key, message, rows.shape, rows.dtype)
     if message.digest_by == "gmac":
-        octets_of = rows.contiguous().view(-1).view(torch.uint8).cpu().numpy().data
-        return AESGCM(place).encrypt(_NONCE, b"", octets_of)
+        rows = rows.contiguous()
+        plain = rows if rows.dtype == torch.float32 else rows.view(-1).view(torch.uint8)  # numpy has no bfloat16
+        return AESGCM(place).encrypt(_NONCE, b"", plain.numpy().data.cast("B"))
     return octets(kv_digest(rows.contiguous(), place))
 
 
@@ -161,7 +162,8 @@ def place_key(key: bytes, message: KVReady, shape: Sequence[int], dtype: torch.d
 
     What is hashed under it is the rows alone, whole words from the first, as a GPU likes it.
     """
-    place = msgspec.structs.replace(message, seq=0, digest=b"")
+    is_blank = not (message.seq or message.digest)
+    place = message if is_blank else msgspec.structs.replace(message, seq=0, digest=b"")
     return blake3(msgspec.msgpack.encode((place, tuple(shape), str(dtype))), key=key).digest()
 
 
