@@ -76,10 +76,7 @@ class Served:
 
     def cpu_seconds(self) -> dict[str, float]:
         """CPU time of each role so far."""
-        return {
-            role: sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
-            for role, pids in self.pids.items()
-        }
+        return {role: sum(map(_cpu_seconds, pids)) for role, pids in self.pids.items()}
 
 
 @contextmanager
@@ -108,6 +105,9 @@ def serving(settings: Sequence[str]) -> Iterator[Served]:
         pids: dict[str, list[int]] = {}
         for worker in workers:
             pids.setdefault(worker["role"], []).append(worker["pid"])
+        known = {pid for found in pids.values() for pid in found}
+        # What Ray runs beside the workers is the cluster's as well.
+        pids["ray"] = [p.pid for p in local.processes_of(state["run_id"]) if p.pid not in known]
         model = ClusterConfig.model_validate(state["config"]).model.name
         assert gateway.hostname is not None and gateway.port is not None
         yield Served(gateway.hostname, gateway.port, state["control"], model, pids)
@@ -465,6 +465,14 @@ class _Costs:
     def add(self, spent: Mapping[str, float]) -> None:
         for name, seconds in spent.items():
             self.cpu_s[name] = self.cpu_s.get(name, 0.0) + seconds
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Nothing of a process that has ended: Ray's idle ones do."""
+    try:
+        return sum(psutil.Process(pid).cpu_times()[:2])
+    except psutil.Error:
+        return 0.0
 
 
 def _machine_seconds() -> float:
