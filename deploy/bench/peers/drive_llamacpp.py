@@ -53,6 +53,16 @@ def environment(settings: Settings) -> dict[str, str]:
     return {}
 
 
+def _widest(info: str) -> str:
+    """Of what its build says that it uses ("CPU : AVX = 1 | AVX512 = 1 | OPENMP = 1"): the widest instructions."""
+    used = [part.partition("=")[0].split()[-1] for part in info.split("|") if part.strip().endswith("= 1")]
+    for prefix in ("AMX", "AVX512", "SVE", "AVX", "NEON"):
+        found = [name for name in used if name.startswith(prefix)]
+        if found:
+            return found[0]
+    return "no vector instructions"
+
+
 class Driver:
     """Models as GGUF, and a context for each number of streams."""
 
@@ -70,7 +80,7 @@ class Driver:
         self._target = _model(lib, target, work, "f32")
         self._contexts: dict[int, _Context] = {}
         self._draft: _Context | None = None
-        self.text = f"batch API, {settings['name']}; {lib.llama_print_system_info().decode().strip()}"
+        self.text = f"batch API, {settings['name']}, {_widest(lib.llama_print_system_info().decode())}"
         if "depth" in settings:
             if draft is None:
                 raise ValueError("speculation without a draft")

@@ -440,3 +440,17 @@ def test_a_peer_gives_our_tokens_alone_in_a_batch_and_with_drafts(name: str, tmp
         assert peer.run(prompts[:2], 12, 1)[0] == expected[:2]
     with PeerProcess(python, file, opening(TARGET, tmp_path, driver.speculative(plain)[0], DRAFT)) as peer:
         assert peer.run(prompts, 12, 1)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("info", "widest"),
+    [
+        ("CPU : SSE3 = 1 | AVX = 1 | AVX2 = 1 | AVX512 = 1 | AVX512_VNNI = 1 | AMX_INT8 = 1 | OPENMP = 1 | ", "AMX_INT8"),
+        ("CPU : AVX = 1 | AVX2 = 1 | AVX512 = 0 | ", "AVX"),
+        ("Metal : EMBED_LIBRARY = 1 | CPU : NEON = 1 | ARM_FMA = 1 | ", "NEON"),
+        ("", "no vector instructions"),
+    ],
+)  # fmt: skip
+def test_a_table_names_the_widest_instructions_of_a_build(info: str, widest: str) -> None:
+    """One word for its column, not the whole list."""
+    assert drive_llamacpp._widest(info) == widest
