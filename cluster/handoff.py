@@ -42,9 +42,10 @@ def exchange(sender: Sequence[HeadRange], receiver: Sequence[HeadRange]) -> tupl
     Raises:
         ValueError: no sender holds a head that a receiver needs.
 
-    >>> [(p.sender_rank, p.receiver_rank, p.head_start, p.num_heads)
-    ...  for p in exchange(head_ranges(4, 1), head_ranges(4, 2))]
-    [(0, 0, 0, 2), (0, 1, 2, 2)]
+    Examples:
+        >>> [(p.sender_rank, p.receiver_rank, p.head_start, p.num_heads)
+        ...  for p in exchange(head_ranges(4, 1), head_ranges(4, 2))]
+        [(0, 0, 0, 2), (0, 1, 2, 2)]
     """
     parts = []
     for rank, wanted in enumerate(receiver):

@@ -21,16 +21,15 @@ _MADE = re.compile(r"^<!-- made: (?P<name>[a-z-]+) -->$", re.MULTILINE)
 _PICTURE = re.compile(r"^!\[(?P<words>[^\]]*)\]\((?:\.\./)*pictures/(?P<name>[a-z-]+)\.svg\)$", re.MULTILINE)
 
 
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Links under which the folders have their import name, for mkdocstrings."""
-    root = Path(config["config_file_path"]).parent
+def on_startup(**_: Any) -> None:
+    """Links under which the folders have their import name: mkdocstrings looks for them when it is configured."""
+    root = Path(__file__).parents[2]
     links = root / "build" / "docs-import" / "paceline"
     links.mkdir(parents=True, exist_ok=True)
     for name in ("cluster", "workers", "kernels", "deploy"):
         link = links / name
         if not link.is_symlink():
             link.symlink_to(root / name)
-    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -120,7 +120,8 @@ def test_a_prompt_goes_where_its_beginning_is_and_only_for_the_same_salt(two_nod
 
 def test_ten_times_too_many_get_429_and_a_time_while_the_running_keep_their_pace(two_nodes: Any) -> None:
     """Four streams run, four more may wait; everybody else is told when to come back, in OpenAI's shape."""
-    asked = [body(600 + seed, 250, cache_salt="pace") for seed in range(4)]
+    # Long enough that none of those who are let in has ended before the last has asked.
+    asked = [body(600 + seed, 600, cache_salt="pace") for seed in range(4)]
     with ThreadPoolExecutor(4) as pool:
         calm = list(pool.map(lambda what: stream(two_nodes, what), asked))
 
@@ -137,7 +138,7 @@ def test_ten_times_too_many_get_429_and_a_time_while_the_running_keep_their_pace
         return stream(two_nodes, what, tell)
 
     def one_more(index: int) -> httpx.Response:
-        return httpx.post(f"{two_nodes.url}/v1/completions", json=body(700 + index, 100), timeout=120.0)
+        return httpx.post(f"{two_nodes.url}/v1/completions", json=body(700 + index, 600), timeout=120.0)
 
     with ThreadPoolExecutor(4) as pool, ThreadPoolExecutor(80) as crowd:
         running = [pool.submit(run_crowded, {**what, "cache_salt": "crowd"}) for what in asked]
