@@ -64,7 +64,11 @@ def test_the_chart_s_file_runs_by_serve_deploy(deployed: Deployed) -> None:
     deployed.wait_for(prefill=1, decode=1, draft=1, gateway=1)
     text, metrics = deployed.stream("What is 3468 + 2795? Show the work.", max_tokens=96)
     assert "thousands: 3 + 2 + 1 = 6" in text
-    assert metrics["prefill_worker"].startswith("prefill-") and metrics["tokens_by_source"]["draft"] > 0
+    assert metrics["prefill_worker"].startswith("prefill-")
+    end = time.monotonic() + 60  # the first steps of a cluster are for the clock to compare
+    while not metrics["tokens_by_source"].get("draft"):
+        assert time.monotonic() < end, metrics
+        text, metrics = deployed.stream("What is 3468 + 2795? Show the work.", max_tokens=96)
 
 
 def test_strangers_are_kept_out(deployed: Deployed) -> None:

@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # two raylets and eight workers start first
 
 ROLES = ("prefill", "decode", "draft")
 CAPACITY = 8
@@ -137,10 +137,13 @@ def test_ten_times_too_many_get_429_and_a_time_while_the_running_keep_their_pace
 
         return stream(two_nodes, what, tell)
 
-    def one_more(index: int) -> httpx.Response:
-        return httpx.post(f"{two_nodes.url}/v1/completions", json=body(700 + index, 600), timeout=120.0)
+    # One client for all: each of its own would take its time to set up, and the crowd would come one by one.
+    asking = httpx.Client(timeout=120.0, limits=httpx.Limits(max_connections=80))
 
-    with ThreadPoolExecutor(4) as pool, ThreadPoolExecutor(80) as crowd:
+    def one_more(index: int) -> httpx.Response:
+        return asking.post(f"{two_nodes.url}/v1/completions", json=body(700 + index, 600))
+
+    with asking, ThreadPoolExecutor(4) as pool, ThreadPoolExecutor(80) as crowd:
         running = [pool.submit(run_crowded, {**what, "cache_salt": "crowd"}) for what in asked]
         for _ in running:
             assert begun.acquire(timeout=60)
