@@ -152,7 +152,8 @@ def digest(key: bytes, message: KVReady, rows: Tensor) -> bytes:
     place = place_key(key, message, rows.shape, rows.dtype)
     if message.digest_by == "gmac":
         rows = rows.contiguous()
-        plain = rows if rows.dtype == torch.float32 else rows.view(-1).view(torch.uint8)  # numpy has no bfloat16
+        # numpy has no bfloat16
+        plain = rows if rows.dtype == torch.float32 else rows.view(-1).view(torch.uint8)
         return AESGCM(place).encrypt(_NONCE, b"", plain.numpy().data.cast("B"))
     return octets(kv_digest(rows.contiguous(), place))
 
