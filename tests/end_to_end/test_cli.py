@@ -45,6 +45,7 @@ def other_ray() -> Iterator[subprocess.Popen[str]]:
     process.stdout.close()
 
 
+@pytest.mark.slow  # a second cluster and another Ray beside it; that `stop` leaves nothing is tested in each run
 def test_ctrl_c_ends_the_foreground_cluster_and_nothing_else(
     other_ray: subprocess.Popen[str], tmp_path: Path
 ) -> None:
