@@ -21,6 +21,8 @@ _END = b"\r\n0\r\n\r\n"
 _OK = b"HTTP/1.1 200"
 _LIMIT_S = 150.0
 """For one request."""
+_IDLE_S = 2.0
+"""After which a connection is not used again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,15 +177,19 @@ async def run_open(host: str, port: int, requests: Sequence[bytes], starts: Sequ
     """
     loop = asyncio.get_running_loop()
     began = time.perf_counter()
-    idle: list[_Connection] = []
+    idle: list[tuple[float, _Connection]] = []
 
     async def follow(request: bytes, start: float) -> Raw:
         await asyncio.sleep(max(0.0, began + start - time.perf_counter()))
-        connection = idle.pop() if idle else (await loop.create_connection(_Connection, host, port))[1]
+        since, connection = idle.pop() if idle else (0.0, None)
+        if connection is None or loop.time() - since > _IDLE_S:  # the gateway closes those that nobody uses
+            if connection is not None:
+                connection.close()
+            _, connection = await loop.create_connection(_Connection, host, port)
         try:
             return await asyncio.wait_for(connection.ask(request), _LIMIT_S)
         finally:
-            idle.append(connection)
+            idle.append((loop.time(), connection))
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -191,7 +197,7 @@ async def run_open(host: str, port: int, requests: Sequence[bytes], starts: Sequ
     except* (PacelineError, TimeoutError) as errors:
         raise PacelineError(str(errors.exceptions[0]) or f"no answer within {_LIMIT_S:g} s") from None
     finally:
-        for connection in idle:
+        for _, connection in idle:
             connection.close()
     return [task.result() for task in tasks]
 
