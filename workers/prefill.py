@@ -51,7 +51,7 @@ log = structlog.get_logger(__name__)
 JobKey = tuple[str, int]
 
 _MESSAGE_BYTES = 1 << 20
-"""Layers of a short chunk travel together until they are this long: a message costs about as much as that many bytes."""
+"""Layers of a short chunk travel together until they are this long: a message has its price, whatever its length."""
 _MAX_BACK_OFF = 16
 """How many times the pause that the decode worker asked for a refused reservation waits at most."""
 _COMPUTE_LIMIT_S = 60.0

@@ -22,7 +22,7 @@ _OK = b"HTTP/1.1 200"
 _LIMIT_S = 150.0
 """For one request."""
 _IDLE_S = 2.0
-"""After which a connection is not used again."""
+"""After which a connection is not used again: the gateway closes those that nobody uses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +181,9 @@ async def run_open(host: str, port: int, requests: Sequence[bytes], starts: Sequ
 
     async def follow(request: bytes, start: float) -> Raw:
         await asyncio.sleep(max(0.0, began + start - time.perf_counter()))
-        since, connection = idle.pop() if idle else (0.0, None)
-        if connection is None or loop.time() - since > _IDLE_S:  # the gateway closes those that nobody uses
-            if connection is not None:
-                connection.close()
+        if idle and loop.time() - idle[-1][0] < _IDLE_S:
+            _, connection = idle.pop()
+        else:
             _, connection = await loop.create_connection(_Connection, host, port)
         try:
             return await asyncio.wait_for(connection.ask(request), _LIMIT_S)

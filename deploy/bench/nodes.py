@@ -54,9 +54,9 @@ def main(folder: Path) -> None:
         second = _add_node(cluster, config) if state["nodes"] == 2 else None
         ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
         local._catch_signals(stop)  # again: ray.init puts its own handlers in place
-        token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+        token = os.environ["RAY_AUTH_TOKEN_PATH"]
         local.write_state(
-            folder, {**state, "phase": "empty", "ray_folder": str(ray_folder), "ray_token": str(token)}
+            folder, {**state, "phase": "empty", "ray_folder": str(ray_folder), "ray_token": token}
         )
         while not stop.wait(0.1):
             if second is not None and not (second.all_processes and second.remaining_processes_alive()):

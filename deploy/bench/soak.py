@@ -179,6 +179,7 @@ class Soak:
         self._tokenizer = tokenizer
         self._random = random.Random(seed)
         self._say = say
+        self._is_over = False
         self.report = SoakReport()
 
     async def run(self, num: int, *, at_once: int = 16, with_faults: bool = True) -> None:
@@ -187,10 +188,8 @@ class Soak:
         clients = Clients(self._cluster.url, self._cluster.model)
         numbers = iter(range(num))
         breaker = asyncio.create_task(self._break()) if with_faults else None
-        may_swap = asyncio.Event()
-        if with_faults and self._cluster.nodes is not None:
-            may_swap.set()
-        swapper = asyncio.create_task(self._swap_roles(may_swap))
+        may_swap = with_faults and self._cluster.nodes is not None
+        swapper = asyncio.create_task(self._swap_roles()) if may_swap else None
 
         async def client() -> None:
             for number in numbers:
@@ -201,12 +200,13 @@ class Soak:
         try:
             await asyncio.gather(*(client() for _ in range(at_once)))
         finally:
-            may_swap.clear()
+            self._is_over = True
             if breaker is not None:
                 breaker.cancel()
                 await asyncio.gather(breaker, return_exceptions=True)
-            await swapper
             await clients.close()
+            if swapper is not None:
+                await swapper
         self._cluster.failpoints.disarm()
         await self._cluster.until_whole()
         self.report.seconds += time.monotonic() - began
@@ -255,10 +255,10 @@ class Soak:
                 self.report.faults[point] += 1
                 await asyncio.sleep(1.0)  # until control knows
 
-    async def _swap_roles(self, may_swap: asyncio.Event) -> None:
+    async def _swap_roles(self) -> None:
         """A role gives a worker to another and gets it back, again and again; at the end all have what they had."""
         before = dict(self._cluster.wanted)
-        while may_swap.is_set():
+        while not self._is_over:
             giver, taker = self._random.sample(ENGINES, 2)
             await self._cluster.redeploy(**{giver: before[giver] - 1, taker: before[taker] + 1})
             self.report.swaps[f"{giver} to {taker}"] += 1
