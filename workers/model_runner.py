@@ -142,6 +142,7 @@ class ModelRunner:
         lean: bool = True,
         whole_step: bool = True,
         int8_weights: bool = False,
+        many_rows: bool = False,
         attention: str = "jit",
         heads: HeadRange | None = None,
         graphs: Graphs = "off",
@@ -188,7 +189,7 @@ class ModelRunner:
             self._check_hook(model)
             if lean and graphs == "off" and not self._is_on_gpu:
                 if whole_step and attention == "jit":
-                    self._try_whole(config, int8_weights)
+                    self._try_whole(config, int8_weights, many_rows)
                 if self._whole is None:
                     self._try_lean(config)
         if self._whole is not None or self._lean is not None:
@@ -220,7 +221,12 @@ class ModelRunner:
                 "the family needs something our attention does not have"
             )
 
-    def _try_whole(self, config: Any, int8_weights: bool) -> None:
+    @property
+    def gains_from_many_rows(self) -> bool:
+        """Whether it would be faster over whole texts if it were loaded for `many_rows`."""
+        return self._whole is not None and self._whole.gains_from_many_rows
+
+    def _try_whole(self, config: Any, int8_weights: bool, many_rows: bool) -> None:
         """Take whole steps if the family allows it and their logits are the plain ones."""
         assert self._model is not None
         reason = LeanDecoder.why_not(config) or WholeStepDecoder.why_not(self._model)
@@ -229,7 +235,9 @@ class ModelRunner:
             return
         plain = self._probe()
         tables = rotations(self._model, self.max_context)
-        self._whole = whole = WholeStepDecoder(self._model, tables, int8_weights=int8_weights)
+        self._whole = whole = WholeStepDecoder(
+            self._model, tables, int8_weights=int8_weights, many_rows=many_rows
+        )
         with one_at_a_time(step, whole.arithmetic.replace(" ", "-")):  # half a minute, the first time
             found = self._probe()
         reason = _difference(found, plain)
@@ -399,13 +407,15 @@ def load_runner(
     lean: bool = True,
     whole_step: bool = True,
     int8_weights: bool = False,
+    many_rows: bool = False,
     attention: str = "jit",
     device: str = "cpu",
 ) -> tuple[ModelRunner, str]:
     """Load weights and make the pool; also returns why the pool has the size it has.
 
     `lean=False` keeps to the plain Hugging Face forward, `whole_step=False` to the lean one. `int8_weights` rounds every
-    linear's weights, which changes what the model says. `attention` is a backend of `tree_attention`. On `device` "cuda"
+    linear's weights, which changes what the model says. `many_rows`: for whole texts, not for steps; see
+    `WholeStepDecoder`. `attention` is a backend of `tree_attention`. On `device` "cuda"
     weights and pool are bfloat16 and steps run from CUDA graphs.
 
     Raises:
@@ -435,6 +445,7 @@ def load_runner(
             lean=lean,
             whole_step=whole_step,
             int8_weights=int8_weights,
+            many_rows=many_rows,
             attention=attention,
             graphs="off" if device == "cpu" else "cuda",
         )

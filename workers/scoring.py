@@ -257,7 +257,11 @@ def score(
         between()
     slowdown = measure_slowdown(runners[0], runners[1], between=between)
     by_version = [costs, costs.slower_draft(charged(slowdown))]
-    one, other = score_requests(texts, runners, policy=policy, costs=by_version, between=between)
+    scorers = []
+    for folder, runner in zip((champion, candidate), runners, strict=True):
+        scorers.append(for_texts(runner, folder, kv_memory_mb))
+        between()
+    one, other = score_requests(texts, scorers, policy=policy, costs=by_version, between=between)
     report = decide(
         one,
         other,
@@ -320,7 +324,7 @@ def rank(
     texts = newest(requests, target_version, None, num)
     runners = []
     for folder in folders:
-        runners.append(load_draft(folder, kv_memory_mb))
+        runners.append(for_texts(load_draft(folder, kv_memory_mb), folder, kv_memory_mb))
         between()
     scores = score_requests(
         texts,
@@ -335,6 +339,16 @@ def rank(
 def load_draft(folder: Path, kv_memory_mb: int = 64) -> ModelRunner:
     """A version as a draft worker loads it."""
     return load_runner(folder, kv_memory_mb=kv_memory_mb, block_size=_BLOCK_SIZE)[0]
+
+
+def for_texts(runner: ModelRunner, folder: Path, kv_memory_mb: int = 64) -> ModelRunner:
+    """The same draft for forwards over whole texts: a small one in other arithmetic than the one that takes steps.
+
+    Logits differ in their last bits, as between machines; what is timed or deployed is `runner`.
+    """
+    if not runner.gains_from_many_rows:
+        return runner
+    return load_runner(folder, kv_memory_mb=kv_memory_mb, block_size=_BLOCK_SIZE, many_rows=True)[0]
 
 
 def newest(

@@ -76,8 +76,12 @@ class WholeStepDecoder:
         *,
         int8_weights: bool = False,
         tiles: bool = True,
+        many_rows: bool = False,
     ) -> None:
-        """`rotations`: cos and sin [positions, D], the signs of rotate_half in sin. `tiles=False` keeps to vectors."""
+        """`rotations`: cos and sin [positions, D], the signs of rotate_half in sin. `tiles=False` keeps to vectors.
+
+        `many_rows`: a small model takes tiles too, which gain from 16 rows on and lose below.
+        """
         decoder, config = model.model, model.config
         layers = list(decoder.layers)
         linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
@@ -87,7 +91,10 @@ class WholeStepDecoder:
         kind = getattr(torch, self.weights)
         num_weights = sum(linear.weight.numel() for linear in linears)
         is_large = num_weights >= _LARGE
-        self._has_tiles = tiles and is_large and self.weights != "float32" and has_tiles()
+        can_tile = tiles and self.weights != "float32" and has_tiles()
+        self._has_tiles = can_tile and (is_large or many_rows)
+        self.gains_from_many_rows = can_tile and not self._has_tiles
+        """Whether made for many rows it would be faster at many."""
         self._is_shared = is_large
         self._outputs = 2 * PAIR if self._has_tiles and self.weights == "bfloat16" else PAIR
         """That are computed together."""
