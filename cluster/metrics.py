@@ -434,6 +434,9 @@ class Metrics:
         self.trainer_cpu_seconds = self._gauge(
             "trainer_cpu_seconds", "Processor time that it took.", _TRAINER
         )
+        self.trainer_yielded_seconds = self._gauge(
+            "trainer_yielded_seconds", "That it waited because others wanted the machine.", _TRAINER
+        )
         self.training_deaths = self._counter(
             "training_process_deaths_total", "Training processes that ended without a word.", _TRAINER
         )

@@ -93,7 +93,10 @@ def _multiply_either(x, scales, first, num, w, w_at, num_in, out, products):
     elif x.dtype == types.uint16:
 
         def multiply(x, scales, first, num, w, w_at, num_in, out, products):
-            v.tiles(x, first * x.shape[1] * 96, w, w_at, num_in, products)
+            if first == 0:
+                v.tiles(1, x, 0, w, w_at, num_in, products)
+            else:
+                v.tiles(0, x, first * x.shape[1] * 96, w, w_at, num_in, products)
 
     else:
 
@@ -275,8 +278,8 @@ def step(
                 _multiply(normed, normed_scales, seat, rows, qkv, at, width // outputs, out_tiles, products)
                 _scale(products, rows, qkv_affine, layer, pair)
                 for r in range(rows):
-                    for i in range(outputs):
-                        projected[first + r, pair * outputs + i] = products[r, i]
+                    for i in range(0, outputs, 16):
+                        v.put(projected, first + r, pair * outputs + i, products, r * outputs + i)
             _finish(tickets, phase, 1)
             pair = _next(tickets, phase)
         _wait(tickets, phase, num_pairs)
@@ -370,8 +373,8 @@ def step(
                 _multiply(normed, normed_scales, seat, rows, head, at, width // outputs, out_tiles, products)
                 _scale(products, rows, head_affine, 0, pair)
                 for r in range(rows):
-                    for i in range(outputs):
-                        logits[first + r, pair * outputs + i] = products[r, i]
+                    for i in range(0, outputs, 16):
+                        v.put(logits, first + r, pair * outputs + i, products, r * outputs + i)
             _finish(tickets, phase, 1)
             pair = _next(tickets, phase)
         _wait(tickets, phase, num_pairs)
@@ -390,8 +393,8 @@ def _add_product(x, scales, num, block, w, layer, affine, y, tickets, phase, out
             _multiply(x, scales, seat, rows, w, at, width // outputs, out_tiles, products)
             _scale(products, rows, affine, layer, pair)
             for r in range(rows):
-                for i in range(outputs):
-                    y[first + r, pair * outputs + i] += products[r, i]
+                for i in range(0, outputs, 16):
+                    v.put_sum(y, first + r, pair * outputs + i, products, r * outputs + i)
         _finish(tickets, phase, 1)
         pair = _next(tickets, phase)
     _wait(tickets, phase, num_pairs)

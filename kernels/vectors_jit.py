@@ -162,13 +162,17 @@ def _tile_at(builder: Any, number: int, pointer: Any, stride: Any, name: str = "
     _call(builder, f"llvm.x86.{name}", [ir.Constant(_I8, number), bytes_, stride])
 
 
-@intrinsic
-def tiles(typingctx, x, x_at, w, w_at, num_in, out):
-    """out[r, 0:64], four panels, of a block of up to 16 rows on AMX: x is three bfloat16, w one."""
+@intrinsic(prefer_literal=True)
+def tiles(typingctx, is_first, x, x_at, w, w_at, num_in, out):
+    """out[r, 0:64], four panels, of a block of up to 16 rows on AMX: x is three bfloat16, w one.
+
+    `is_first`, a literal 1 or 0: of the blocks that take these panels; it asks for the next ones.
+    """
+    asks = bool(is_first.literal_value)
 
     def build(context, builder, signature, arguments):
-        x_type, _, w_type, _, _, out_type = signature.args
-        x, x_at, w, w_at, count, out = arguments
+        _, x_type, _, w_type, _, _, out_type = signature.args
+        _, x, x_at, w, w_at, count, out = arguments
         block = _at(context, builder, x_type, x, x_at)
         panels = _at(context, builder, w_type, w, w_at)
         for panel in range(4):
@@ -176,7 +180,8 @@ def tiles(typingctx, x, x_at, w, w_at, num_in, out):
         with cgutils.for_range_slice(builder, _I64(0), count, _I64(32), _I64) as (k, _):
             here = builder.gep(panels, [builder.mul(k, _I64(4 * 16))])
             rows = builder.gep(block, [builder.mul(k, _I64(3 * 16))])
-            _prefetch(builder, here, 4096)
+            if asks:
+                _prefetch(builder, here, 4096)
             for piece in range(3):
                 _tile_at(builder, 4 + piece, builder.gep(rows, [_I64(512 * piece)]), _I64(64))
             for panel in range(4):
@@ -190,7 +195,7 @@ def tiles(typingctx, x, x_at, w, w_at, num_in, out):
         return context.get_dummy_value()
 
     integer = types.int64
-    return types.void(x, integer, w, integer, integer, out), build
+    return types.void(is_first, x, integer, w, integer, integer, out), build
 
 
 @intrinsic
@@ -340,6 +345,23 @@ def put(typingctx, x, row, at, values, v_at):
         x, row, at, values, v_at = arguments
         vector = _vector(builder, _at(context, builder, signature.args[3], values, v_at))
         _place(context, builder, signature.args[0], x, row, at, vector)
+        return context.get_dummy_value()
+
+    return types.void(x, types.int64, types.int64, values, types.int64), build
+
+
+@intrinsic
+def put_sum(typingctx, x, row, at, values, v_at):
+    """float32: x[row, at : at + 16] += values[v_at : v_at + 16]."""
+
+    def build(context, builder, signature, arguments):
+        x, row, at, values, v_at = arguments
+        steps = cgutils.unpack_tuple(
+            builder, context.make_array(signature.args[0])(context, builder, x).shape
+        )[1]
+        place = _at(context, builder, signature.args[0], x, builder.add(builder.mul(row, steps), at))
+        vector = _vector(builder, _at(context, builder, signature.args[3], values, v_at))
+        _store(builder, builder.fadd(_vector(builder, place), vector), place)
         return context.get_dummy_value()
 
     return types.void(x, types.int64, types.int64, values, types.int64), build

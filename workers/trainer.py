@@ -167,6 +167,7 @@ class TrainerWorker:
         metrics.trainer_tokens.set(now.num_tokens)
         metrics.trainer_loss.set(now.loss)
         metrics.trainer_cpu_seconds.set(now.cpu_s)
+        metrics.trainer_yielded_seconds.set(self._run.progress.yielded_s if self._run is not None else 0.0)
         return metrics.text()
 
     def on_message(self, peer: wire.Peer, message: Message) -> None:

@@ -22,7 +22,7 @@ from paceline.cluster.model_files import weights_version
 from paceline.cluster.types import DraftRef, TrainOrder
 from paceline.workers.training.batches import Batches, quotas
 from paceline.workers.training.folder import RunFolder
-from paceline.workers.training.pace import Evicted, Pace
+from paceline.workers.training.pace import Pace
 from paceline.workers.training.pool import Pool, Sample, Sieve, load_pool, to_sample
 from paceline.workers.training.protocol import Progress
 from paceline.workers.training.run import Run, settings_of
@@ -148,11 +148,11 @@ class _Stops(Pace):
         super().__init__()
         self._left, self._act = at, act
 
-    def between(self, worked_s: float = 0.0) -> None:
+    def between(self) -> None:
         self._left -= 1
         if self._left == 0:
             self._act(self)
-        super().between(worked_s)
+        super().between()
 
 
 def test_goes_on_behind_an_eviction(config: ClusterConfig, storage: Path, tmp_path: Path) -> None:
@@ -388,28 +388,3 @@ def test_settings_of_an_order_are_checked(config: ClusterConfig) -> None:
     for text in (b"{", b'{"train": {"loss": "magic"}}', b'{"train": {"batch_tokens": 1}}'):
         with pytest.raises(ConfigError):
             settings_of(config.learning.train, TrainOrder("r", "train", BASE, settings=text))
-
-
-def test_levels_hold_training_back() -> None:
-    """Throttled it sleeps as long as it worked; paused it waits until told, and the wait is not counted."""
-    import threading
-    import time
-
-    seen: list[str] = []
-    pace = Pace(on_level=seen.append)
-    pace.between(0.0)
-    pace.set("throttle")
-    began = time.monotonic()
-    pace.between(0.05)
-    assert time.monotonic() - began >= 0.045
-    assert (pace.size(100), pace.in_force) == (50, "throttle")
-    pace.set("pause")
-    timer = threading.Timer(0.1, lambda: pace.set("normal"))
-    timer.start()
-    pace.between(0.0)
-    assert pace.paused_s >= 0.09
-    assert pace.size(100) == 100
-    pace.set("evict")
-    with pytest.raises(Evicted):
-        pace.between(0.0)
-    assert seen == ["throttle", "pause", "normal", "evict"]

@@ -118,10 +118,9 @@ class Training:
         for group, weight, is_last in self._groups(batch):
             began, worked = time.monotonic(), self._clock()
             sums += self._micro_step(group, weight / num_rows, is_last)
-            took = time.monotonic() - began
-            self.slowest_micro_s = max(self.slowest_micro_s, took)
+            self.slowest_micro_s = max(self.slowest_micro_s, time.monotonic() - began)
             self._adapt(group, self._clock() - worked)
-            self._pace.between(took)
+            self._pace.between()
         if self._engine.world > 1:
             torch.distributed.all_reduce(sums)
         since = self.num_done - (self._switch if self._reference is not None else 0)

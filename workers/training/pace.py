@@ -1,29 +1,95 @@
-"""The level that control allows -> waits between micro-steps: training is the first to give way."""
+"""The level that control allows, and how busy the machine is -> waits between micro-steps: training gives way first.
+
+Idle priority alone does not keep training out of the way: where serving leaves a core, or the other thread of its own
+core, training takes all of it, and what both share (caches, memory, the core's units) makes serving slower. So beside
+others it takes a part of what they leave, nothing where they want all there is, and everything while they rest.
+"""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+
+import psutil
 
 from paceline.cluster.types import TrainLevel
 
 _DUTY = 1.0
 """Sleep behind each throttled micro-step, as a multiple of what it took: half of the time is left to others."""
+_QUIET, _FULL = 0.3, 0.75
+"""Of all cores. Others that use less do not count; where they use more, there is nothing left to take."""
+_NAP_S = 0.02
+_MOST_S = 5.0
+"""A micro-step is due after so long however busy the machine is: a run that stood still could not end."""
+_MOST_OWED_S = 0.5
+"""However long a piece of work was."""
+_WINDOW_S = 0.1
+"""Of a reading: the system counts in hundredths of a second."""
+_READINGS = 5
+"""Their mean says how busy others are; that they rest, the last one says alone."""
 
 
 class Evicted(Exception):
     """Save and go: memory is wanted back."""
 
 
+class Neighbours:
+    """How much of the machine's cores those take that do not run at low priority, as this process does."""
+
+    def __init__(self) -> None:
+        self._at, self._worked, self._all = time.monotonic(), *_worked()
+        self._readings = deque([0.0], _READINGS)
+
+    def share(self) -> float:
+        """0 .. 1, over the last half of a second; over the last tenth if that is quiet."""
+        now = time.monotonic()
+        if now - self._at >= _WINDOW_S:
+            worked, total = _worked()
+            self._readings.append((worked - self._worked) / max(total - self._all, 1e-9))
+            self._at, self._worked, self._all = now, worked, total
+        last = self._readings[-1]
+        return last if last < _QUIET else sum(self._readings) / len(self._readings)
+
+
+def _worked() -> tuple[float, float]:
+    """Seconds that others worked, and that there were, of all cores since the machine began.
+
+    What runs "nice" is left out: this process does, and its like. The system works for this one too, unlike them.
+    """
+    times = psutil.cpu_times()
+    others = times.user + times.system + getattr(times, "irq", 0.0) + getattr(times, "softirq", 0.0)
+    unused = times.idle + times.nice + getattr(times, "iowait", 0.0)
+    return others - os.times().system, others + unused
+
+
+def _rest(worked_s: float, share: float) -> float:
+    """worked / (worked + rest) = 1 - share: of the time, the part that others leave of the machine."""
+    return worked_s * share / (1 - share) if share < _FULL else _MOST_S
+
+
 class Pace:
     """Set from a thread that listens, asked by the one that trains."""
 
     def __init__(
-        self, level: TrainLevel = "normal", *, on_level: Callable[[TrainLevel], None] | None = None
+        self,
+        level: TrainLevel = "normal",
+        *,
+        on_level: Callable[[TrainLevel], None] | None = None,
+        others: Callable[[], float] | None = None,
     ) -> None:
-        """`on_level` is called by the training thread when it begins to act on another level."""
+        """`on_level` is called by the training thread when it begins to act on another level.
+
+        others: share of the machine that others use; None: nothing is shared with anybody.
+        """
         self.paused_s = 0.0
+        self.yielded_s = 0.0
+        """To others that were at work."""
+        self._others = others
+        self._owed_s = 0.0
+        self._resumed_at = time.monotonic()
         self.in_force: TrainLevel = level
         self._level: TrainLevel = level
         self._changed = threading.Condition()
@@ -35,28 +101,46 @@ class Pace:
             self._level = level
             self._changed.notify_all()
 
-    def between(self, worked_s: float = 0.0) -> None:
-        """Called between micro-steps of `worked_s`: returns when the next may begin.
+    def between(self) -> None:
+        """Called between pieces of work of tens of milliseconds: returns when the next may begin.
 
         Raises:
             Evicted: there is no next one.
         """
         with self._changed:
+            worked_s = time.monotonic() - self._resumed_at
             self._take_up()
             if self._level == "throttle":
                 self._changed.wait_for(lambda: self._level != "throttle", _DUTY * worked_s)
                 self._take_up()
+            if self._others is not None:
+                self._give_way(self._others, worked_s)
             began = time.monotonic()
             while self._level == "pause":
                 self._changed.wait()
                 self._take_up()
-            self.paused_s += time.monotonic() - began
+            self._resumed_at = time.monotonic()
+            self.paused_s += self._resumed_at - began
         if self.in_force == "evict":
             raise Evicted
 
     def size(self, num_tokens: int) -> int:
         """How many tokens a micro-step may have that has `num_tokens` at normal level."""
         return max(1, num_tokens // 2) if self.in_force == "throttle" else num_tokens
+
+    def _give_way(self, others: Callable[[], float], worked_s: float) -> None:
+        """Until others rest, or what was worked is no more than the part of the time that they leave, or the level changes."""
+        self._owed_s = min(self._owed_s + worked_s, _MOST_OWED_S)
+        if self._owed_s < _NAP_S:
+            return
+        began, level, rested = time.monotonic(), self._level, 0.0
+        while (share := others()) >= _QUIET and rested < _rest(self._owed_s, share):
+            if self._changed.wait_for(lambda: self._level != level, _NAP_S):
+                self._take_up()
+                break
+            rested = time.monotonic() - began
+        self._owed_s = 0.0
+        self.yielded_s += time.monotonic() - began
 
     def _take_up(self) -> None:
         if self.in_force != self._level:

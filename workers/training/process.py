@@ -34,7 +34,7 @@ def main() -> None:
 
     from paceline.cluster.config import ClusterConfig
     from paceline.workers.training.folder import RunFolder
-    from paceline.workers.training.pace import Pace
+    from paceline.workers.training.pace import Neighbours, Pace
     from paceline.workers.training.run import Run
 
     config = ClusterConfig.model_validate_json(start.config)
@@ -45,7 +45,8 @@ def main() -> None:
         with writing:
             link.sendall(encode(progress))
 
-    pace = Pace(start.level, on_level=lambda level: run.on_level(level))
+    others = Neighbours().share if start.is_idle else None
+    pace = Pace(start.level, on_level=lambda level: run.on_level(level), others=others)
     run = Run(config, start.order, RunFolder(Path(start.folder), start.order.run_id), pace, tell)
 
     def listen() -> None:

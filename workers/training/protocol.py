@@ -26,7 +26,7 @@ class Set(msgspec.Struct, frozen=True, tag=True):
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """run -> trainer, on every change; fields as in TrainerStatus."""
+    """run -> trainer, on every change; fields as in TrainerStatus, but the last."""
 
     state: TrainState = "idle"
     level: TrainLevel = "normal"
@@ -39,6 +39,8 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
     result: DraftRef | None = None
     report: bytes = b""
     error: str = ""
+    yielded_s: float = 0.0
+    """Waited because others wanted the machine."""
 
 
 FINAL = ("done", "failed")

@@ -124,6 +124,7 @@ class Run:
             training.loss if training and training.num_done else 0.0,
             self._seconds_before + time.monotonic() - self._began - self._pace.paused_s,
             self._cpu_before + time.process_time(),
+            yielded_s=self._pace.yielded_s,
             **facts,
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,7 @@ class GuardBench:
                     time.sleep(1.0)
                     report.burst_s[on].append(self._burst(cluster, index))
             training.allow(True)
-            report.full = training.rate(lambda: self._full_load(cluster))
+            report.full = self._full_load(cluster, training, report)
         return report
 
     def _pair(
@@ -162,10 +163,16 @@ class GuardBench:
         answers = self._send(cluster, self._requests("domains", _BURST), [0.0] * _BURST, f"burst-{index}")
         return max(answer.ttft_s for answer in answers)
 
-    def _full_load(self, cluster: Cluster) -> None:
-        until = time.monotonic() + self._size.full_s
-        while time.monotonic() < until:
-            cluster.run(self._requests("domains", 2 * _FULL_STREAMS), _FULL_STREAMS, f"full-{self._next}", {})
+    def _full_load(self, cluster: Cluster, training: _Training, report: GuardReport) -> float:
+        """Training's rate while all streams are taken: more requests than are answered meanwhile wait."""
+        num = _FULL_STREAMS + round(1.3 * report.capacity * self._size.full_s)
+        requests = self._requests("domains", num)
+        with ThreadPoolExecutor(1) as pool:
+            answered = pool.submit(cluster.run, requests, _FULL_STREAMS, "full", {})
+            time.sleep(1.0)
+            rate = training.rate(lambda: time.sleep(self._size.full_s))
+            answered.result()
+        return rate
 
     def _send(self, cluster: Cluster, requests: list[Request], starts: list[float], salt: str) -> list[Raw]:
         served = cluster.served
