@@ -430,6 +430,56 @@ def softmax(typingctx, scores, at, num, scaling):
     return types.float32(scores, types.int64, types.int64, types.float32), build
 
 
+@intrinsic
+def maxima(typingctx, x, at, num, out, out_at):
+    """out[out_at : out_at + 16] = the largest of each lane of `num` vectors from x[at] on; no NaN."""
+
+    def build(context, builder, signature, arguments):
+        x, at, num, out, out_at = arguments
+        first = _at(context, builder, signature.args[0], x, at)
+        top = cgutils.alloca_once(builder, _VF)
+        builder.store(_vector(builder, first), top)
+        with cgutils.for_range_slice(builder, _I64(1), num, _I64(1), _I64) as (i, _):
+            values = _vector(builder, builder.gep(first, [builder.shl(i, _I64(4))]))
+            largest = builder.load(top)
+            builder.store(builder.select(builder.fcmp_ordered(">", values, largest), values, largest), top)
+        _store(builder, builder.load(top), _at(context, builder, signature.args[3], out, out_at))
+        return context.get_dummy_value()
+
+    return types.void(x, types.int64, types.int64, out, types.int64), build
+
+
+@intrinsic
+def keep(typingctx, x, num, least, places, values):
+    """places and values of what is `least` or more in the first `num` vectors of x, in order; how many there are."""
+
+    def build(context, builder, signature, arguments):
+        x, num, least, places, values = arguments
+        first = _at(context, builder, signature.args[0], x, _I64(0))
+        lanes, limit = _constants(range(16)), _splat(builder, least)
+        bits = ir.VectorType(ir.IntType(1), 16)
+        count = cgutils.alloca_once_value(builder, _I64(0))
+        with cgutils.for_range_slice(builder, _I64(0), num, _I64(1), _I64) as (i, _):
+            at = builder.shl(i, _I64(4))
+            vector = _vector(builder, builder.gep(first, [at]))
+            wanted = builder.fcmp_ordered(">=", vector, limit)
+            mask = builder.bitcast(wanted, ir.IntType(16))
+            with builder.if_then(builder.icmp_unsigned("!=", mask, ir.IntType(16)(0))):
+                so_far = builder.load(count)
+                here = builder.add(lanes, _splat(builder, builder.trunc(at, _I32), _V32))
+                for kind, found, to in (("i32", here, places), ("f32", vector, values)):
+                    array = signature.args[3 if kind == "i32" else 4]
+                    pointer = _at(context, builder, array, to, so_far)
+                    name = f"llvm.masked.compressstore.v16{kind}"
+                    form = ir.FunctionType(ir.VoidType(), [found.type, pointer.type, bits])
+                    store = cgutils.get_or_insert_function(builder.module, form, name)
+                    builder.call(store, [found, pointer, wanted])
+                builder.store(builder.add(so_far, builder.zext(builder.ctpop(mask), _I64)), count)
+        return builder.load(count)
+
+    return types.int64(x, types.int64, types.float32, places, values), build
+
+
 @intrinsic(prefer_literal=True)
 def weighted(typingctx, rows, blocks, p, p_at, sums, s_at, values, base, slots, num, dim, d, x, row, at):
     """x[row, at + r * dim + d : ... + 16 * blocks] = sums over i of p[r, i] * values of slots[i], over sums[s_at + r].
