@@ -317,11 +317,11 @@ def bench_faults(
 @bench_app.command("learn")
 def bench_learn(
     only: Annotated[
-        str,
+        list[str] | None,
         typer.Option(
-            help="Some of capture, swap, guard, shift, stationary, gate, replay; separated by commas."
+            help="Some of capture, swap, guard, shift, stationary, gate, replay; separated by commas, or repeated."
         ),
-    ] = "",
+    ] = None,
     quick: Annotated[
         bool, typer.Option(help="Small sizes: every part runs, no figure decides anything.")
     ] = False,
@@ -335,7 +335,7 @@ def bench_learn(
     from paceline.deploy.bench.learn import main as learn
 
     learn.run(
-        parts=[part.strip() for part in only.split(",")] if only else learn.PARTS,
+        parts=[part.strip() for some in only for part in some.split(",")] if only else learn.PARTS,
         quick=quick,
         work=work,
         settings=settings or (),

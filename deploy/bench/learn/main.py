@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.cluster.config import model_folder
-from paceline.cluster.errors import ConfigError
+from paceline.cluster.errors import ConfigError, PacelineError
 from paceline.cluster.pair import check_pair
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ CEILINGS = {
     "rollback.s": 1.0,
     "guard.itl_ratio": 1.05,
     "guard.yield_ms": 100.0,
+    "guard.trainer_share_full": 0.05,
     "capture.bytes_per_token": 1024.0,
     "capture.us_per_token": 20.0,
 }
@@ -102,8 +103,18 @@ def run(
                 continue
             began = time.monotonic()
             say(f"{part} ...")
-            _MEASURES[part](_Task(folders, place, quick, seed, tuple(settings), say), found)
+            try:
+                _MEASURES[part](_Task(folders, place, quick, seed, tuple(settings), say), found)
+            except PacelineError as error:
+                found.notes["failed"] = {part: str(error)}
+                _tell(out, found, quick, json_path)  # what was measured before took its time too
+                raise
             say(f"{part}: {time.monotonic() - began:.0f} s")
+    return _tell(out, found, quick, json_path)
+
+
+def _tell(out: Console, found: Found, quick: bool, json_path: Path | None) -> dict[str, Any]:
+    """The table and the line of JSON."""
     show(out, found, quick)
     result = {"bench": "learn", "quick": quick, "figures": found.figures, "notes": found.notes}
     line = json.dumps(result)
