@@ -7,6 +7,7 @@ off goes on where it was.
 
     python -m paceline.deploy.bench.learn.gate --work DIR            # all of it: hours on two cores
     python -m paceline.deploy.bench.learn.gate --work DIR --fresh 800 --null 20 --heldout 600 --each 400
+    python -m paceline.deploy.bench.learn.gate --work DIR --share 1/2    # half of the trials, beside a process for 2/2
 """
 
 from __future__ import annotations
@@ -166,8 +167,9 @@ class Curve:
 class GateBench:
     """All of it, step by step; each keeps what it made in the work folder."""
 
-    def __init__(self, work: Path, size: Size, say: Say) -> None:
-        self._work, self._size, self._say = work, size, say
+    def __init__(self, work: Path, size: Size, say: Say, share: tuple[int, int] = (1, 1)) -> None:
+        """`share`: (i, n): of the trials, the i-th of n parts; other processes take the others, when drafts are made."""
+        self._work, self._size, self._say, self._share = work, size, say, share
         work.mkdir(parents=True, exist_ok=True)
         self._target_folder = model_folder(ModelConfig().target)
         self._draft_folder = model_folder(ModelConfig().draft)
@@ -330,11 +332,11 @@ class GateBench:
     ) -> list[Trial]:
         """Those of earlier runs of this size, and the others."""
         path = self._work / f"trials-{self._size.fresh}-{self._size.heldout}-{self._size.each}.jsonl"
-        lines = path.read_bytes().splitlines() if path.exists() else []
-        done = {trial.name: trial for trial in map(Trial.decode, lines)}
+        done = _read_trials(path)
         # In no order of kinds: a run that is broken off has some of each.
         shuffled = sorted(candidates, key=lambda one: zlib.crc32(one[0].encode()))
-        waiting = deque(one for one in shuffled if one[0] not in done)
+        part, num_parts = self._share
+        waiting = deque(one for one in shuffled[part - 1 :: num_parts] if one[0] not in done)
         if waiting:
             champion = load_draft(self._shop.folder(CHAMPION))
             base_scorer = self._scorer(CHAMPION)
@@ -377,8 +379,10 @@ class GateBench:
                 with path.open("ab") as file:
                     file.write(done[name].encode() + b"\n")
             minutes = (time.monotonic() - began) * len(waiting) / len(batch) / 60
-            self._say(f"gate: {len(done)} of {len(candidates)} candidates, {minutes:.0f} minutes left")
-        return [done[name] for name, _ in candidates]
+            num_done = len(_read_trials(path))
+            self._say(f"gate: {num_done} of {len(candidates)} candidates, {minutes:.0f} minutes left")
+        done = _read_trials(path)
+        return [done[name] for name, _ in candidates if name in done]
 
     def _drawn(self, heldout: Sequence[Text], name: str) -> list[Text]:
         """Texts for the gate, those that begin with this candidate: drawn by its name, so that a resumed run agrees."""
@@ -449,6 +453,12 @@ class GateBench:
         return steps
 
 
+def _read_trials(path: Path) -> dict[str, Trial]:
+    """By name; of this process, of earlier ones, and of those beside it."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return {trial.name: trial for trial in map(Trial.decode, lines)}
+
+
 def request_of(tokenizer: Any, part: str, index: int, stops: tuple[int, ...]) -> Request:
     """Request `index` of a part: the domains in turn; greedy and sampled ones of each."""
     domain = DOMAINS[index % len(DOMAINS)]
@@ -480,12 +490,13 @@ def main() -> None:
     )
     parser.add_argument("--work", type=Path, required=True, help="folder for texts, drafts and results")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--share", default="1/1", help="I/N: the I-th of N parts of the trials")
     for name in Size.__slots__:
         parser.add_argument(f"--{name}", type=int, default=getattr(Size(), name))
     given = vars(parser.parse_args())
     torch.set_num_threads(given.pop("threads"))
-    work = given.pop("work")
-    curve = GateBench(work, Size(**given), lambda line: print(line, flush=True)).run()
+    work, (part, num_parts) = given.pop("work"), map(int, given.pop("share").split("/"))
+    curve = GateBench(work, Size(**given), lambda line: print(line, flush=True), (part, num_parts)).run()
     print("\n".join(curve.lines()))
     print(json.dumps({"bench": "learn.gate", "figures": curve.figures()}))
 
