@@ -82,13 +82,15 @@ def _multiply_either(x, scales, first, num, w, w_at, num_in, out, products):
             stride = x.shape[1]
             at = first * stride
             if num == 1:
-                v.vectors(1, x, at, stride, w, w_at, num_in, products)
+                v.vectors(1, 1, x, at, stride, w, w_at, num_in, products)
             elif num == 2:
-                v.vectors(2, x, at, stride, w, w_at, num_in, products)
+                v.vectors(2, 1, x, at, stride, w, w_at, num_in, products)
             elif num <= 4:
-                v.vectors(4, x, at, stride, w, w_at, num_in, products)
+                v.vectors(4, 1, x, at, stride, w, w_at, num_in, products)
+            elif first == 0:
+                v.vectors(8, 1, x, at, stride, w, w_at, num_in, products)
             else:
-                v.vectors(8, x, at, stride, w, w_at, num_in, products)
+                v.vectors(8, 0, x, at, stride, w, w_at, num_in, products)
 
     elif x.dtype == types.uint16:
 

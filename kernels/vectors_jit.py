@@ -116,13 +116,16 @@ def let_others(typingctx):
 
 
 @intrinsic(prefer_literal=True)
-def vectors(typingctx, rows, x, x_at, x_stride, w, w_at, num_in, out):
-    """out[r, 0:32] = sums over k of x[x_at + r * x_stride + k] * w[k, 0:32], for a literal number of rows."""
-    num_rows, inputs = rows.literal_value, _INPUTS[w.dtype]
+def vectors(typingctx, rows, is_first, x, x_at, x_stride, w, w_at, num_in, out):
+    """out[r, 0:32] = sums over k of x[x_at + r * x_stride + k] * w[k, 0:32], for a literal number of rows.
+
+    `is_first`, a literal 1 or 0: of the blocks of rows that take these panels; it asks for the next ones.
+    """
+    num_rows, asks, inputs = rows.literal_value, bool(is_first.literal_value), _INPUTS[w.dtype]
 
     def build(context, builder, signature, arguments):
-        _, x_type, _, _, w_type, _, _, out_type = signature.args
-        _, x, x_at, stride, w, w_at, count, out = arguments
+        _, _, x_type, _, _, w_type, _, _, out_type = signature.args
+        _, _, x, x_at, stride, w, w_at, count, out = arguments
         sums = [[cgutils.alloca_once(builder, _VF) for _ in range(2)] for _ in range(num_rows)]
         for row in sums:
             for place in row:
@@ -134,7 +137,7 @@ def vectors(typingctx, rows, x, x_at, x_stride, w, w_at, num_in, out):
         panels = _at(context, builder, w_type, w, w_at)
         with cgutils.for_range_slice(builder, _I64(0), count, _I64(inputs), _I64) as (k, _):
             here = builder.gep(panels, [builder.mul(k, _I64(PAIR))])
-            if num_rows <= 4:
+            if asks:
                 _prefetch(builder, here, 128)
             weights = [
                 _widened(builder, w_type.dtype, builder.gep(here, [_I64(16 * inputs * panel)]))
@@ -154,7 +157,7 @@ def vectors(typingctx, rows, x, x_at, x_stride, w, w_at, num_in, out):
                 )
         return context.get_dummy_value()
 
-    return types.void(rows, x, types.int64, types.int64, w, types.int64, types.int64, out), build
+    return types.void(rows, is_first, x, types.int64, types.int64, w, types.int64, types.int64, out), build
 
 
 def _tile_at(builder: Any, number: int, pointer: Any, stride: Any, name: str = "tileloadd64") -> None:

@@ -335,6 +335,8 @@ def drafters_of(
     token_budget: int = 256,
 ) -> Drafter | None:
     """The policy's drafters under its controller, on a model's clock; None if it has none."""
+    if not policy.sources:
+        return None
     speculation = SpeculationConfig(
         depth=policy.depth,
         width=policy.width,

@@ -44,15 +44,15 @@ def waited(pace: Pace, worked_s: float) -> float:
 
 
 def test_alone_nobody_waits() -> None:
-    pace = Pace(others=lambda: 0.1)
+    pace = Pace(duty=lambda: 1.0)
 
     assert waited(pace, 0.05) < 0.02
-    assert pace.yielded_s < 0.02
+    assert pace.yielded_s == 0
 
 
-@pytest.mark.parametrize(("share", "rest"), [(0.5, 1.0), (0.75, 3.0)])
-def test_beside_others_it_takes_of_the_time_what_they_leave_of_the_machine(share: float, rest: float) -> None:
-    pace = Pace(others=lambda: share)
+@pytest.mark.parametrize(("duty", "rest"), [(0.5, 1.0), (0.25, 3.0)])
+def test_it_works_in_its_part_of_the_time(duty: float, rest: float) -> None:
+    pace = Pace(duty=lambda: duty)
 
     assert waited(pace, 0.05) >= rest * 0.05
     assert pace.yielded_s >= rest * 0.05
@@ -60,7 +60,7 @@ def test_beside_others_it_takes_of_the_time_what_they_leave_of_the_machine(share
 
 def test_small_pieces_of_work_are_made_up_for_together() -> None:
     """Each of less than a nap: as many naps as they are worth, not one for each."""
-    pace = Pace(others=lambda: 0.5)
+    pace = Pace(duty=lambda: 0.5)
     pace.between()
     for _ in range(20):
         time.sleep(0.002)
@@ -69,10 +69,10 @@ def test_small_pieces_of_work_are_made_up_for_together() -> None:
     assert 0.03 <= pace.yielded_s < 0.3
 
 
-@pytest.mark.parametrize("later", [0.1, 0.5])
+@pytest.mark.parametrize("later", [1.0, 0.5])
 def test_where_others_want_all_it_waits_until_they_want_less(later: float) -> None:
-    readings = iter([0.95] * 10 + [later] * 100)
-    pace = Pace(others=lambda: next(readings))
+    readings = iter([0.0] * 10 + [later] * 100)
+    pace = Pace(duty=lambda: next(readings))
 
     assert waited(pace, 0.02) >= 10 * 0.015
     assert 95 <= len(list(readings)) <= 100 - 1
@@ -80,13 +80,13 @@ def test_where_others_want_all_it_waits_until_they_want_less(later: float) -> No
 
 def test_a_machine_that_is_always_full_holds_nothing_up_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.workers.training.pace._MOST_S", 0.2)
-    pace = Pace(others=lambda: 1.0)
+    pace = Pace(duty=lambda: 0.0)
 
     assert 0.2 <= waited(pace, 0.02) < 2
 
 
 def test_what_control_says_is_heard_while_giving_way() -> None:
-    pace = Pace(others=lambda: 1.0)
+    pace = Pace(duty=lambda: 0.0)
     threading.Timer(0.1, lambda: pace.set("evict")).start()
     began = time.monotonic()
     time.sleep(0.02)
@@ -94,6 +94,27 @@ def test_what_control_says_is_heard_while_giving_way() -> None:
         pace.between()
 
     assert time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize(
+    ("cores", "used", "threads", "duty"),
+    [
+        (2, 0.1, 1, 1.0),
+        (2, 0.5, 1, 0.5),
+        (2, 0.7, 1, 0.3),
+        (2, 0.8, 1, 0.0),
+        (64, 0.8, 4, 1.0),
+        (64, 0.95, 4, 0.4),
+    ],
+)
+def test_of_the_cores_that_others_leave_it_takes_half(
+    cores: int, used: float, threads: int, duty: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    neighbours = Neighbours(0.5, threads)
+    monkeypatch.setattr(neighbours, "share", lambda: used)
+
+    assert neighbours.duty() == pytest.approx(duty)
 
 
 @pytest.fixture
@@ -108,7 +129,7 @@ def spin() -> Iterator[Callable[[], None]]:
 
 def test_a_busy_neighbour_is_seen(spin: Callable[[], None]) -> None:
     """What others of this machine do beside it can only add to that."""
-    neighbours = Neighbours()
+    neighbours = Neighbours(0.5, 1)
     spin()
     shares: list[float] = []
     for _ in range(10):

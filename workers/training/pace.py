@@ -2,7 +2,7 @@
 
 Idle priority alone does not keep training out of the way: where serving leaves a core, or the other thread of its own
 core, training takes all of it, and what both share (caches, memory, the core's units) makes serving slower. So beside
-others it takes a part of what they leave, nothing where they want all there is, and everything while they rest.
+others it takes a part of the cores they leave, nothing where they want all there are, and everything while they rest.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from paceline.cluster.types import TrainLevel
 
 _DUTY = 1.0
 """Sleep behind each throttled micro-step, as a multiple of what it took: half of the time is left to others."""
-_QUIET, _FULL = 0.3, 0.75
-"""Of all cores. Others that use less do not count; where they use more, there is nothing left to take."""
+_QUIET = 0.3
+"""Of all cores: others that use less do not count."""
+_LEAST_CORES = 0.5
+"""Where others leave less there is nothing to take."""
 _NAP_S = 0.02
 _MOST_S = 5.0
 """A micro-step is due after so long however busy the machine is: a run that stood still could not end."""
@@ -37,14 +39,24 @@ class Evicted(Exception):
 
 
 class Neighbours:
-    """How much of the machine's cores those take that do not run at low priority, as this process does."""
+    """What processes that do not run at low priority, as this one does, leave of the machine's cores."""
 
-    def __init__(self) -> None:
+    def __init__(self, spare_share: float, threads: int) -> None:
+        """`spare_share`: of what others leave, the part that is taken, by so many threads."""
+        self._spare_share, self._threads = spare_share, threads
         self._at, self._worked, self._all = time.monotonic(), *_worked()
         self._readings = deque([0.0], _READINGS)
 
+    def duty(self) -> float:
+        """0 .. 1: the part of the time to work in."""
+        share = self.share()
+        left = (1 - share) * (os.cpu_count() or 1)
+        if share < _QUIET:
+            return 1.0
+        return min(1.0, self._spare_share * left / self._threads) if left >= _LEAST_CORES else 0.0
+
     def share(self) -> float:
-        """0 .. 1, over the last half of a second; over the last tenth if that is quiet."""
+        """Of the machine that others use, 0 .. 1, over the last half of a second; over the last tenth if that is quiet."""
         now = time.monotonic()
         if now - self._at >= _WINDOW_S:
             worked, total = _worked()
@@ -65,11 +77,6 @@ def _worked() -> tuple[float, float]:
     return others - os.times().system, others + unused
 
 
-def _rest(worked_s: float, share: float) -> float:
-    """worked / (worked + rest) = 1 - share: of the time, the part that others leave of the machine."""
-    return worked_s * share / (1 - share) if share < _FULL else _MOST_S
-
-
 class Pace:
     """Set from a thread that listens, asked by the one that trains."""
 
@@ -78,16 +85,16 @@ class Pace:
         level: TrainLevel = "normal",
         *,
         on_level: Callable[[TrainLevel], None] | None = None,
-        others: Callable[[], float] | None = None,
+        duty: Callable[[], float] | None = None,
     ) -> None:
         """`on_level` is called by the training thread when it begins to act on another level.
 
-        others: share of the machine that others use; None: nothing is shared with anybody.
+        duty: part of the time to work in, as of now, 0 .. 1; None: all of it.
         """
         self.paused_s = 0.0
         self.yielded_s = 0.0
         """To others that were at work."""
-        self._others = others
+        self._duty = duty
         self._owed_s = 0.0
         self._resumed_at = time.monotonic()
         self.in_force: TrainLevel = level
@@ -113,8 +120,8 @@ class Pace:
             if self._level == "throttle":
                 self._changed.wait_for(lambda: self._level != "throttle", _DUTY * worked_s)
                 self._take_up()
-            if self._others is not None:
-                self._give_way(self._others, worked_s)
+            if self._duty is not None:
+                self._give_way(self._duty, worked_s)
             began = time.monotonic()
             while self._level == "pause":
                 self._changed.wait()
@@ -128,21 +135,26 @@ class Pace:
         """How many tokens a micro-step may have that has `num_tokens` at normal level."""
         return max(1, num_tokens // 2) if self.in_force == "throttle" else num_tokens
 
-    def _give_way(self, others: Callable[[], float], worked_s: float) -> None:
-        """Until others rest, or what was worked is no more than the part of the time that they leave, or the level changes."""
+    def _give_way(self, duty: Callable[[], float], worked_s: float) -> None:
+        """Until what was worked is no more than its part of the time, or the level changes."""
         self._owed_s = min(self._owed_s + worked_s, _MOST_OWED_S)
         if self._owed_s < _NAP_S:
             return
         began, level, rested = time.monotonic(), self._level, 0.0
-        while (share := others()) >= _QUIET and rested < _rest(self._owed_s, share):
+        while rested < _rest(self._owed_s, duty()):
             if self._changed.wait_for(lambda: self._level != level, _NAP_S):
                 self._take_up()
                 break
             rested = time.monotonic() - began
         self._owed_s = 0.0
-        self.yielded_s += time.monotonic() - began
+        self.yielded_s += rested
 
     def _take_up(self) -> None:
         if self.in_force != self._level:
             self.in_force = self._level
             self._on_level(self._level)
+
+
+def _rest(worked_s: float, duty: float) -> float:
+    """worked / (worked + rest) = duty."""
+    return min(worked_s * (1 / duty - 1), _MOST_S) if duty > 0 else _MOST_S

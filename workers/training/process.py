@@ -45,8 +45,9 @@ def main() -> None:
         with writing:
             link.sendall(encode(progress))
 
-    others = Neighbours().share if start.is_idle else None
-    pace = Pace(start.level, on_level=lambda level: run.on_level(level), others=others)
+    shares = start.is_idle and config.trainer.spare_share < 1
+    duty = Neighbours(config.trainer.spare_share, config.trainer.threads).duty if shares else None
+    pace = Pace(start.level, on_level=lambda level: run.on_level(level), duty=duty)
     run = Run(config, start.order, RunFolder(Path(start.folder), start.order.run_id), pace, tell)
 
     def listen() -> None:

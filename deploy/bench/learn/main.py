@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.cluster.config import model_folder
-from paceline.cluster.errors import ConfigError, PacelineError
+from paceline.cluster.errors import ConfigError
 from paceline.cluster.pair import check_pair
 
 if TYPE_CHECKING:
@@ -105,8 +105,8 @@ def run(
             say(f"{part} ...")
             try:
                 _MEASURES[part](_Task(folders, place, quick, seed, tuple(settings), say), found)
-            except PacelineError as error:
-                found.notes["failed"] = {part: str(error)}
+            except Exception as error:
+                found.notes["failed"] = {part: f"{type(error).__name__}: {error}"}
                 _tell(out, found, quick, json_path)  # what was measured before took its time too
                 raise
             say(f"{part}: {time.monotonic() - began:.0f} s")

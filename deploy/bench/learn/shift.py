@@ -29,6 +29,7 @@ LEARNING = (
     "learning.train.min_requests=100",
     "learning.train.batch_tokens=512",
     "learning.train.max_steps=90",
+    "trainer.spare_share=1",
     "learning.train.learning_rate=0.0006",
     "learning.gate.min_requests=20",
     "learning.gate.max_requests=40",

@@ -33,7 +33,7 @@ def test_what_was_measured_is_told_though_a_later_part_fails(
     told = json.loads((tmp_path / "found.json").read_text())
 
     assert told["figures"] == {"swap.changed": 0.0}
-    assert told["notes"]["failed"] == {"guard": "training did not begin"}
+    assert told["notes"]["failed"] == {"guard": "PacelineError: training did not begin"}
     assert "swap.changed" in out.file.getvalue()  # type: ignore[attr-defined]
 
 
