@@ -239,8 +239,9 @@ def test_a_text_that_was_cut_off_ends_where_it_ends(live: Live, draft: ModelRunn
     assert [taken.num_steps for taken in replayed.texts] == fast.steps.tolist()
 
 
-def test_without_a_draft_every_token_is_a_step(live: Live) -> None:
-    policy = msgspec.structs.replace(FIXED, sources=("draft",))
+@pytest.mark.parametrize("sources", [("draft",), ()])
+def test_without_a_draft_every_token_is_a_step(live: Live, sources: tuple[str, ...]) -> None:
+    policy = msgspec.structs.replace(FIXED, sources=sources)
     replayed = replay_policy(live.texts, None, policy=policy, costs=COSTS, vocab_size=4096)
 
     assert [t.num_steps for t in replayed.texts] == [t.num_tokens for t in replayed.texts]

@@ -17,7 +17,7 @@ from paceline.cluster.learning.counterfactual import Costs, Policy
 from paceline.deploy.bench.inprocess import load
 from paceline.deploy.bench.learn.candidates import Workshop
 from paceline.deploy.bench.learn.shift import ShiftReport
-from paceline.deploy.bench.learn.traffic import total
+from paceline.deploy.bench.learn.traffic import Window, total
 from paceline.workers.model_runner import ModelRunner
 from paceline.workers.profile import measure_step_cost
 from paceline.workers.replay import Replay, Text, replay_policy
@@ -67,8 +67,9 @@ class ArmsBench:
 
     def run(self, report: ShiftReport, learnt: Path | None, *, steps: int = 240, seed: int = 0) -> ArmsReport:
         """`learnt`: folder of the version that served in the end; None if none was promoted. `steps`: of offline training."""
+        seen = _last_quarter(report)
         texts = list(report.learning.texts.values())
-        late = texts[-len(texts) // 4 :]
+        late = texts[-seen.num_requests :]
         runner = load(self._target)
         costs = self._costs(runner)
         static, live = load_draft(self._draft), load_draft(learnt or self._draft)
@@ -83,8 +84,6 @@ class ArmsBench:
         ):
             self._say(f"replay: {name}")
             arms[name] = self._replay(late, draft, sources, costs, runner.vocab_size)
-        num = max(1, len(report.static.windows) // 4)
-        seen = total(report.static.windows[-num:])
         replayed = sum(taken.num_steps for taken in arms["static"].texts)
         return ArmsReport(
             arms, abs(replayed / seen.num_steps - 1), abs(arms["static"].seconds / seen.seconds - 1)
@@ -115,3 +114,8 @@ class ArmsBench:
         shop = Workshop(self._work, self._target, self._draft, self._say)
         shop.train(_OFFLINE, "", texts, steps=steps, snapshots={}, seed=seed)
         return shop.folder(_OFFLINE)
+
+
+def _last_quarter(report: ShiftReport) -> Window:
+    """What the live static arm took for the last windows, a quarter of them."""
+    return total(report.static.windows[-max(1, len(report.static.windows) // 4) :])
