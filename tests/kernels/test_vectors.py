@@ -34,11 +34,11 @@ def multiply(x, w, num_in, out):
     for first in range(0, len(x), 8):
         num = min(8, len(x) - first)
         if num == 1:
-            v.vectors(1, x, first * x.shape[1], x.shape[1], w, 0, num_in, out[first : first + 1])
+            v.vectors(1, 1, x, first * x.shape[1], x.shape[1], w, 0, num_in, out[first : first + 1])
         elif num == 2:
-            v.vectors(2, x, first * x.shape[1], x.shape[1], w, 0, num_in, out[first : first + 2])
+            v.vectors(2, 1, x, first * x.shape[1], x.shape[1], w, 0, num_in, out[first : first + 2])
         else:
-            v.vectors(8, x, first * x.shape[1], x.shape[1], w, 0, num_in, out[first : first + 8])
+            v.vectors(8, 1, x, first * x.shape[1], x.shape[1], w, 0, num_in, out[first : first + 8])
 
 
 def test_three_halves_are_the_number_bit_for_bit() -> None:
