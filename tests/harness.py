@@ -156,7 +156,11 @@ async def cluster(folder: Path, *settings: str) -> AsyncIterator[Harness]:
         for worker in harness.workers:
             if worker.failure is not None:
                 raise worker.failure
-            await harness.until(lambda worker=worker: worker.num_streams() == 0)
+            try:
+                await harness.until(lambda worker=worker: worker.num_streams() == 0)
+            except TimeoutError:
+                left = worker.num_streams()
+                raise AssertionError(f"{worker.member.me.worker_id} still has {left} streams") from None
             # One that was put in a dead one's place may still be loading.
             if not isinstance(worker, DraftWorker) and worker.state != "starting":
                 worker._engine.scheduler.check_integrity()

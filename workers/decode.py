@@ -140,7 +140,12 @@ class DecodeWorker(Worker):
         if self.state == "ready" and self._remote is not None:
             remote = self._remote
             drafts = [w for w in directory.workers if w.role == "draft"]
-            self.post(lambda: remote.reroute((s.stream for s in self._sessions.values()), drafts))
+
+            def reroute() -> None:
+                self._deliver()  # a stream that has ended must not be opened again
+                remote.reroute((s.stream for s in self._sessions.values()), drafts)
+
+            self.post(reroute)
 
     def _connect_draft(self, worker: WorkerInfo) -> None:
         """Open the connection to a draft worker; asked for on the engine thread."""

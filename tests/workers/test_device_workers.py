@@ -14,7 +14,7 @@ from draft_folders import TARGET, published
 from paceline.cluster.config import model_folder as folder_of
 from paceline.cluster.learning.publish import fetch
 from paceline.cluster.model_files import weights_version
-from paceline.cluster.types import DraftOpen, DraftPlan, DraftRef, Request, Sampling
+from paceline.cluster.types import Directory, DraftOpen, DraftPlan, DraftRef, Request, Sampling
 from paceline.workers.base import Worker
 from paceline.workers.decode import DecodeWorker
 from paceline.workers.draft import DraftWorker
@@ -87,6 +87,31 @@ async def test_workers_on_a_device_say_what_the_others_say(models: Path) -> None
     ours, num_drafted = await answers(models, DevicePrefill, DeviceDecode, DeviceDraft)
 
     assert ours == plain
+    assert num_drafted > 0
+
+
+class HearsOfOthers(DeviceDecode):
+    """A directory arrives between a step and the delivery of its tokens."""
+
+    def on_directory(self, directory: Directory) -> None:
+        self._directory = directory
+        super().on_directory(directory)
+
+    def step(self) -> bool:
+        has_run = super().step()
+        if self._undelivered is not None:
+            super().on_directory(self._directory)
+        return has_run
+
+
+async def test_a_stream_that_has_ended_is_not_opened_again(models: Path) -> None:
+    """Its last tokens are not delivered yet: a draft worker that heard of it again would keep it for ever.
+
+    That no worker has a stream in the end is what `cluster` looks at.
+    """
+    ours, num_drafted = await answers(models, DevicePrefill, HearsOfOthers, DeviceDraft)
+
+    assert all(len(tokens) == 24 for tokens in ours)
     assert num_drafted > 0
 
 
