@@ -202,7 +202,7 @@ class TrainerConfig(EngineConfig):
     """0 leaves capture, figures and roll-out by hand."""
     priority: Literal["idle", "normal"] = "idle"
     """idle: training gets what cores have left over, on a busy node nothing. normal: for a node of its own."""
-    spare_share: Annotated[float, Field(gt=0, le=1)] = 0.65
+    spare_share: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Of the cores that others on the node leave, the part that training at idle priority takes: more learns sooner and
     lengthens others' steps, for cores share caches and units. 1: all that the system gives it."""
 
