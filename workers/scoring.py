@@ -259,7 +259,8 @@ def score(
     by_version = [costs, costs.slower_draft(charged(slowdown))]
     scorers = []
     for folder, runner in zip((champion, candidate), runners, strict=True):
-        scorers.append(for_texts(runner, folder, kv_memory_mb))
+        is_other = runner.gains_from_many_rows  # else the same weights would be there twice for nothing
+        scorers.append(load_draft(folder, kv_memory_mb, many_rows=True) if is_other else runner)
         between()
     one, other = score_requests(texts, scorers, policy=policy, costs=by_version, between=between)
     report = decide(
@@ -324,7 +325,7 @@ def rank(
     texts = newest(requests, target_version, None, num)
     runners = []
     for folder in folders:
-        runners.append(for_texts(load_draft(folder, kv_memory_mb), folder, kv_memory_mb))
+        runners.append(load_draft(folder, kv_memory_mb, many_rows=True))
         between()
     scores = score_requests(
         texts,
@@ -336,19 +337,12 @@ def rank(
     return order(runners[0].version, scores)
 
 
-def load_draft(folder: Path, kv_memory_mb: int = 64) -> ModelRunner:
-    """A version as a draft worker loads it."""
-    return load_runner(folder, kv_memory_mb=kv_memory_mb, block_size=_BLOCK_SIZE)[0]
+def load_draft(folder: Path, kv_memory_mb: int = 64, *, many_rows: bool = False) -> ModelRunner:
+    """A version as a draft worker loads it, or for `many_rows`, those of whole texts.
 
-
-def for_texts(runner: ModelRunner, folder: Path, kv_memory_mb: int = 64) -> ModelRunner:
-    """The same draft for forwards over whole texts: a small one in other arithmetic than the one that takes steps.
-
-    Logits differ in their last bits, as between machines; what is timed or deployed is `runner`.
+    A small draft takes other arithmetic for many rows: logits differ in their last bits, as between machines.
     """
-    if not runner.gains_from_many_rows:
-        return runner
-    return load_runner(folder, kv_memory_mb=kv_memory_mb, block_size=_BLOCK_SIZE, many_rows=True)[0]
+    return load_runner(folder, kv_memory_mb=kv_memory_mb, block_size=_BLOCK_SIZE, many_rows=many_rows)[0]
 
 
 def newest(

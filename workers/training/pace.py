@@ -2,7 +2,7 @@
 
 Idle priority alone does not keep training out of the way: where serving leaves a core, or the other thread of its own
 core, training takes all of it, and what both share (caches, memory, the core's units) makes serving slower. So beside
-others it takes a part of the cores they leave, nothing where they want all there are, and everything while they rest.
+others it takes a part of the cores they leave, next to nothing where they want all, and everything while they rest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DUTY = 1.0
 _QUIET = 0.3
 """Of all cores: others that use less do not count."""
 _LEAST_CORES = 0.5
-"""Where others leave less there is nothing to take."""
+"""Where others leave less there is nothing to take, but for a micro-step now and then."""
 _NAP_S = 0.02
 _MOST_S = 5.0
 """A micro-step is due after so long however busy the machine is: a run that stood still could not end."""

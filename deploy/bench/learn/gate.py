@@ -2,8 +2,8 @@
 
 The truth about a candidate is its saving on texts that neither the gate nor any training has seen, thousands of them;
 by that it is counted, whatever it was meant to be. Each candidate stands before the gate once, with held-out texts
-drawn anew for every few of them, which share the noise. Texts are the real target's, made once and kept in a folder with everything else: a run that was broken
-off goes on where it was.
+drawn anew for every few of them, which share the noise. Texts are the real target's, made once and kept in a folder with
+everything else: a run that was broken off goes on where it was.
 
     python -m paceline.deploy.bench.learn.gate --work DIR            # all of it: hours on two cores
     python -m paceline.deploy.bench.learn.gate --work DIR --fresh 800 --null 20 --heldout 600 --each 400
@@ -43,7 +43,6 @@ from paceline.workers.profile import measure_step_cost
 from paceline.workers.replay import Text, replay_policy
 from paceline.workers.scoring import (
     confirm_on,
-    for_texts,
     load_draft,
     measure_draft_cost,
     measure_slowdown,
@@ -318,8 +317,7 @@ class GateBench:
 
     def _scorer(self, name: str) -> ModelRunner:
         """A draft as the gate loads it to score texts."""
-        folder = self._shop.folder(name)
-        return for_texts(load_draft(folder), folder)
+        return load_draft(self._shop.folder(name), many_rows=True)
 
     # -- truth and gate ------------------------------------------------------------------------------------
 
