@@ -17,8 +17,8 @@ import psutil
 
 from paceline.cluster.types import TrainLevel
 
-_DUTY = 1.0
-"""Sleep behind each throttled micro-step, as a multiple of what it took: half of the time is left to others."""
+_THROTTLED = 0.5
+"""Of the time, the most that throttled training works in."""
 _QUIET = 0.3
 """Of all cores: others that use less do not count."""
 _LEAST_CORES = 0.5
@@ -93,8 +93,8 @@ class Pace:
         """
         self.paused_s = 0.0
         self.yielded_s = 0.0
-        """To others that were at work."""
-        self._duty = duty
+        """To others that were at work, seen or told of by control."""
+        self._duty = duty or (lambda: 1.0)
         self._owed_s = 0.0
         self._resumed_at = time.monotonic()
         self.in_force: TrainLevel = level
@@ -117,11 +117,7 @@ class Pace:
         with self._changed:
             worked_s = time.monotonic() - self._resumed_at
             self._take_up()
-            if self._level == "throttle":
-                self._changed.wait_for(lambda: self._level != "throttle", _DUTY * worked_s)
-                self._take_up()
-            if self._duty is not None:
-                self._give_way(self._duty, worked_s)
+            self._give_way(worked_s)
             began = time.monotonic()
             while self._level == "pause":
                 self._changed.wait()
@@ -135,13 +131,14 @@ class Pace:
         """How many tokens a micro-step may have that has `num_tokens` at normal level."""
         return max(1, num_tokens // 2) if self.in_force == "throttle" else num_tokens
 
-    def _give_way(self, duty: Callable[[], float], worked_s: float) -> None:
+    def _give_way(self, worked_s: float) -> None:
         """Until what was worked is no more than its part of the time, or the level changes."""
         self._owed_s = min(self._owed_s + worked_s, _MOST_OWED_S)
         if self._owed_s < _NAP_S:
             return
         began, level, rested = time.monotonic(), self._level, 0.0
-        while rested < _rest(self._owed_s, duty()):
+        most = _THROTTLED if level == "throttle" else 1.0
+        while rested < _rest(self._owed_s, min(self._duty(), most)):
             if self._changed.wait_for(lambda: self._level != level, _NAP_S):
                 self._take_up()
                 break
