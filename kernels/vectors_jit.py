@@ -453,34 +453,50 @@ def maxima(typingctx, x, at, num, out, out_at):
 
 
 @intrinsic
-def keep(typingctx, x, num, least, places, values):
-    """places and values of what is `least` or more in the first `num` vectors of x, in order; how many there are."""
+def keep(typingctx, x, num, least, places):
+    """Places of what is `least` or more in the first `num` vectors of x, in order; how many there are."""
 
     def build(context, builder, signature, arguments):
-        x, num, least, places, values = arguments
+        x, num, least, places = arguments
         first = _at(context, builder, signature.args[0], x, _I64(0))
         lanes, limit = _constants(range(16)), _splat(builder, least)
         bits = ir.VectorType(ir.IntType(1), 16)
         count = cgutils.alloca_once_value(builder, _I64(0))
         with cgutils.for_range_slice(builder, _I64(0), num, _I64(1), _I64) as (i, _):
             at = builder.shl(i, _I64(4))
-            vector = _vector(builder, builder.gep(first, [at]))
-            wanted = builder.fcmp_ordered(">=", vector, limit)
-            mask = builder.bitcast(wanted, ir.IntType(16))
-            with builder.if_then(builder.icmp_unsigned("!=", mask, ir.IntType(16)(0))):
-                so_far = builder.load(count)
-                here = builder.add(lanes, _splat(builder, builder.trunc(at, _I32), _V32))
-                for kind, found, to in (("i32", here, places), ("f32", vector, values)):
-                    array = signature.args[3 if kind == "i32" else 4]
-                    pointer = _at(context, builder, array, to, so_far)
-                    name = f"llvm.masked.compressstore.v16{kind}"
-                    form = ir.FunctionType(ir.VoidType(), [found.type, pointer.type, bits])
-                    store = cgutils.get_or_insert_function(builder.module, form, name)
-                    builder.call(store, [found, pointer, wanted])
-                builder.store(builder.add(so_far, builder.zext(builder.ctpop(mask), _I64)), count)
+            wanted = builder.fcmp_ordered(">=", _vector(builder, builder.gep(first, [at])), limit)
+            here = builder.add(lanes, _splat(builder, builder.trunc(at, _I32), _V32))
+            so_far = builder.load(count)
+            pointer = _at(context, builder, signature.args[3], places, so_far)
+            form = ir.FunctionType(ir.VoidType(), [_V32, pointer.type, bits])
+            store = cgutils.get_or_insert_function(builder.module, form, "llvm.masked.compressstore.v16i32")
+            builder.call(store, [here, pointer, wanted])
+            num_here = builder.ctpop(builder.bitcast(wanted, ir.IntType(16)))
+            builder.store(builder.add(so_far, builder.zext(num_here, _I64)), count)
         return builder.load(count)
 
-    return types.int64(x, types.int64, types.float32, places, values), build
+    return types.int64(x, types.int64, types.float32, places), build
+
+
+@intrinsic
+def exp_sum(typingctx, x, num, top):
+    """The sum of exp(x - top) over the first `num` vectors of x; none of them is above `top`, nor is it infinite."""
+
+    def build(context, builder, signature, arguments):
+        x, num, top = arguments
+        first = _at(context, builder, signature.args[0], x, _I64(0))
+        most, low = _splat(builder, top), ir.Constant(_VF, [-87.0] * 16)
+        total = cgutils.alloca_once(builder, _VF)
+        builder.store(ir.Constant(_VF, [0.0] * 16), total)
+        with cgutils.for_range_slice(builder, _I64(0), num, _I64(1), _I64) as (i, _):
+            y = builder.fsub(_vector(builder, builder.gep(first, [builder.shl(i, _I64(4))])), most)
+            y = builder.select(
+                builder.fcmp_ordered("<", y, low), low, y
+            )  # 1e-38: nothing beside the largest's 1
+            builder.store(builder.fadd(builder.load(total), _exp(builder, y)), total)
+        return _across(builder, builder.fadd, builder.load(total))
+
+    return types.float32(x, types.int64, types.float32), build
 
 
 @intrinsic(prefer_literal=True)

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from paceline.cluster.learning.capture import CapturedRequest, ShardWriter, is_heldout
+from paceline.cluster.learning.captured_rows import pack
 from paceline.cluster.types import Sampling
 
 TOP = 16
@@ -41,7 +42,7 @@ def captured(
         last = model(input_ids=ids).logits[:, -1] / max(temperature, 1e-3)
         ids = torch.cat([ids, torch.multinomial(last.softmax(-1), 1, generator=generator)], 1)
     logits = model(input_ids=ids).logits[:, num_prompt - 1 : -1].float()
-    top, top_ids = logits.topk(TOP, -1)
+    top, top_ids = logits.log_softmax(-1).topk(TOP, -1)
     now = time.time() if created is None else created
     return [
         CapturedRequest(
@@ -54,9 +55,9 @@ def captured(
             sampling=Sampling(seed, temperature),
             num_prompt=num_prompt,
             token_ids=ids[row].numpy().astype(np.int32),
-            top_ids=top_ids[row].numpy().astype(np.int32),
-            top_logits=top[row].numpy(),
-            log_sums=logits[row].logsumexp(-1).numpy(),
+            rows=pack(
+                top_ids[row].numpy().astype(np.int32), top[row].numpy(), logits[row].logsumexp(-1).numpy()
+            ),
             is_heldout=is_heldout(f"{prefix}{seed}-{row}", holdout),
             num_steps=num_tokens,
         )

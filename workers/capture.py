@@ -24,17 +24,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 import structlog
-import torch
 
 from paceline.cluster.errors import StorageError
 from paceline.cluster.learning.capture import (
-    ROW_BYTES,
     CapturedRequest,
     Redactor,
     ShardWriter,
     is_heldout,
     load_redactor,
 )
+from paceline.cluster.learning.captured_rows import Rows, join, pack, select
 from paceline.cluster.learning.config import CaptureConfig, LearningConfig
 from paceline.cluster.learning.storage import learning_folder
 from paceline.cluster.learning.tombstones import choice_of
@@ -64,9 +63,7 @@ class _Open:
     draft_version: str = ""
     lost: str = ""
     """Why it is given up; set once, by either thread."""
-    pieces: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float16], npt.NDArray[np.float32]]] = field(
-        default_factory=list
-    )
+    pieces: list[Rows] = field(default_factory=list)
     num_bytes: int = 0
     """Of `pieces`."""
 
@@ -81,13 +78,13 @@ class _End:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _Taken:
     """What was taken in one step, as many rows of each stream as stand there."""
 
     counts: list[tuple[_Open, int]]
     ids: npt.NDArray[np.int32]
     """[rows, m]"""
-    log_probs: npt.NDArray[np.float16]
+    log_probs: npt.NDArray[np.float32]
     """[rows, m]"""
     log_sums: npt.NDArray[np.float32]
     """[rows]"""
@@ -120,7 +117,9 @@ class Recorder:
         self._redact: Redactor | None = load_redactor(config.redact)
         self._limit = config.queue_mb << 19
         self._vocab_size = vocab_size
-        self._row_bytes = ROW_BYTES * min(config.top, vocab_size) + 4
+        self._row_bytes = (
+            8 * min(config.top, vocab_size) + 4
+        )  # as it is taken; what is put together is smaller
         # The engine thread's:
         self._open: dict[str, _Open] = {}
         self._noted: list[tuple[Stream, int, Sequence[int], int, str]] = []
@@ -144,7 +143,7 @@ class Recorder:
         self._retry_s = _FIRST_RETRY_S
         self._published_s = 0.0
         # Both threads':
-        self._jobs: deque[_Rows | _End] = deque()
+        self._jobs: deque[_Taken | _End] = deque()
         self._wake = threading.Event()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="capture", daemon=True)
@@ -187,11 +186,8 @@ class Recorder:
         began = time.perf_counter()
         nodes, counts = self._wanted()
         if nodes:
-            ids, log_probs, log_sums = top_of(logits, nodes, self._config.top)  # only what was noted moves
-            halves = (
-                torch.from_numpy(log_probs).clamp_(min=-60000).half()
-            )  # numpy's own way takes ten times as long
-            self._jobs.append(_Rows(counts, ids, halves.numpy(), log_sums))
+            # Only what was noted moves; what can be done later to it is done later.
+            self._jobs.append(_Taken(counts, *top_of(logits, nodes, self._config.top)))
             self._num_taken += len(nodes)
             if 2 * self._row_bytes * (self._num_taken - self._num_sorted) > self._limit:
                 self._wake.set()
@@ -291,10 +287,9 @@ class Recorder:
         """Work off what is there; write if it is time. Its thread calls this, and tests that start none."""
         began = time.thread_time()
         jobs = [self._jobs.popleft() for _ in range(len(self._jobs))]
+        self._sort([job for job in jobs if isinstance(job, _Taken)])
         for job in jobs:
-            if isinstance(job, _Rows):
-                self._sort(job)
-            else:
+            if isinstance(job, _End):  # its rows were taken before
                 self._finish(job)
         is_due = time.monotonic() - self._oldest >= self._config.flush_s - 2 * _NAP_S
         is_much = 4 * sum(record.num_bytes for record in self._finished) > self._limit
@@ -303,31 +298,33 @@ class Recorder:
         self._seconds["thread"].inc(time.thread_time() - began)
         self._publish()
 
-    def _sort(self, job: _Rows) -> None:
-        """A step's rows -> each stream's own: copies, or one long stream would hold what was taken for all others."""
-        start = 0
-        for opened, num in job.counts:
-            mine = slice(start, start + num)
-            self._add(opened, job.ids[mine].copy(), job.log_probs[mine].copy(), job.log_sums[mine].copy())
-            start += num
-        self._num_sorted += start
+    def _sort(self, jobs: Sequence[_Taken]) -> None:
+        """Some steps' rows -> each stream's own: copies, or one long stream would hold what was taken for all others."""
+        if not jobs:
+            return
+        parts = zip(*((job.ids, job.log_probs, job.log_sums) for job in jobs), strict=True)
+        rows = pack(*map(np.concatenate, parts))
+        counts = [count for job in jobs for count in job.counts]
+        owners = {id(opened): opened for opened, _ in counts}
+        numbers = {key: number for number, key in enumerate(owners)}
+        owner_of_row = np.repeat([numbers[id(opened)] for opened, _ in counts], [num for _, num in counts])
+        of_owners = np.split(
+            np.argsort(owner_of_row, kind="stable"),
+            np.cumsum(np.bincount(owner_of_row, minlength=len(owners)))[:-1],
+        )
+        for opened, places in zip(owners.values(), of_owners, strict=True):
+            self._add(opened, select(rows, places))
+        self._num_sorted += len(rows)
 
-    def _add(
-        self,
-        opened: _Open,
-        ids: npt.NDArray[np.int32],
-        log_probs: npt.NDArray[np.float16],
-        log_sums: npt.NDArray[np.float32],
-    ) -> None:
-        num_bytes = len(ids) * self._row_bytes
-        if not opened.lost and self._num_bytes + num_bytes > self._limit:
+    def _add(self, opened: _Open, rows: Rows) -> None:
+        if not opened.lost and self._num_bytes + rows.nbytes > self._limit:
             opened.lost = "full"
         if opened.lost:
             self._forget(opened)
             return
-        opened.pieces.append((ids, log_probs, log_sums))
-        opened.num_bytes += num_bytes
-        self._num_bytes += num_bytes
+        opened.pieces.append(rows)
+        opened.num_bytes += rows.nbytes
+        self._num_bytes += rows.nbytes
 
     def _forget(self, opened: _Open) -> None:
         self._num_bytes -= opened.num_bytes
@@ -354,7 +351,6 @@ class Recorder:
 
     def _record(self, end: _End) -> CapturedRequest:
         opened, request = end.opened, end.request
-        ids, log_probs, log_sums = (np.concatenate(parts) for parts in zip(*opened.pieces, strict=True))
         return CapturedRequest(
             request_id=choice_of(request.id),
             tenant=request.tenant,
@@ -365,9 +361,7 @@ class Recorder:
             sampling=request.sampling,
             num_prompt=opened.num_prompt,
             token_ids=end.token_ids,
-            top_ids=ids,
-            top_logits=log_probs.astype(np.float32) + log_sums[:, None],
-            log_sums=log_sums,
+            rows=join(opened.pieces),
             is_heldout=is_heldout(request.id, self._config.holdout),
             num_steps=opened.num_steps,
             num_resumed=opened.num_resumed,

@@ -9,8 +9,7 @@ token `num_prompt + i` behind the tokens before it, which is the one that decide
     token_ids     | 0 ........ num_prompt - 1 | num_prompt | num_prompt + 1 | ...  L - 1 |
     row                                         0            1                     N - 1     num_prompt + N = L
 
-What is kept of a row are its largest logits, as distances from the log of the sum of all exponentials (log-probabilities
-before temperature), in half precision: near 0, where it matters, their error is smallest.
+What is kept of a row are its largest logits, as `paceline.cluster.learning.captured_rows` has them.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ import pyarrow.parquet as pq
 import structlog
 
 from paceline.cluster.errors import ConfigError
+from paceline.cluster.learning.captured_rows import Rows, ids_of, unpack
 from paceline.cluster.learning.config import CaptureConfig, LearningConfig
 from paceline.cluster.learning.storage import (
     FileSystem,
@@ -49,8 +49,6 @@ from paceline.cluster.types import Sampling
 
 log = structlog.get_logger(__name__)
 
-ROW_BYTES = 6
-"""Of one kept logit: its token id and itself."""
 _DEFAULT_TTL_H = CaptureConfig().ttl_h
 _ABANDONED_S = 3600.0
 """No writer is at one file for so long."""
@@ -74,12 +72,8 @@ class CapturedRequest:
     """Tokens before the first row: the prompt, and `num_resumed` tokens that another worker had generated before."""
     token_ids: npt.NDArray[np.int32]
     """[L], prompt and output."""
-    top_ids: npt.NDArray[np.int32]
-    """[N, m]: the most probable tokens of each row, best first."""
-    top_logits: npt.NDArray[np.float32]
-    """[N, m]: the target's logits of these, before bias, penalties, temperature and filters."""
-    log_sums: npt.NDArray[np.float32]
-    """[N]: log of the sum of the exponentials of all logits of the row."""
+    rows: Rows
+    """[N]: the target's logits, before bias, penalties, temperature and filters."""
     is_heldout: bool
     """For the gate: never trained on."""
     num_steps: int
@@ -88,20 +82,36 @@ class CapturedRequest:
 
     @property
     def num_rows(self) -> int:
-        return len(self.log_sums)
+        return len(self.rows)
+
+    @property
+    def top_ids(self) -> npt.NDArray[np.int32]:
+        """[N, m]: the most probable tokens of each row, best first. A new array."""
+        return ids_of(self.rows)
+
+    @property
+    def top_log_probs(self) -> npt.NDArray[np.float16]:
+        """[N, m]: the logarithms of their probabilities."""
+        found: npt.NDArray[np.float16] = self.rows["log_probs"]
+        return found
+
+    @property
+    def log_sums(self) -> npt.NDArray[np.float32]:
+        """[N]: log of the sum of the exponentials of all logits of the row; with it a log-probability is a logit."""
+        found: npt.NDArray[np.float32] = self.rows["log_sum"]
+        return found
 
     @property
     def num_bytes(self) -> int:
         """Of its arrays in memory."""
-        return sum(a.nbytes for a in (self.token_ids, self.top_ids, self.top_logits, self.log_sums))
+        return self.token_ids.nbytes + self.rows.nbytes
 
     def check(self) -> None:
         """Raise ValueError unless the arrays fit each other."""
-        num, top = self.top_ids.shape
-        if self.top_logits.shape != (num, top) or self.log_sums.shape != (num,):
-            raise ValueError(f"logits {self.top_logits.shape} and sums {self.log_sums.shape} of {num} rows")
-        if self.num_prompt < 1 or self.num_prompt + num != len(self.token_ids):
-            raise ValueError(f"{len(self.token_ids)} tokens, {self.num_prompt} of them before {num} rows")
+        if self.num_prompt < 1 or self.num_prompt + self.num_rows != len(self.token_ids):
+            raise ValueError(
+                f"{len(self.token_ids)} tokens, {self.num_prompt} of them before {self.num_rows} rows"
+            )
 
 
 def is_heldout(request_id: str, share: float) -> bool:
@@ -156,9 +166,7 @@ _SCHEMA = pa.schema(
         ("num_top", pa.int32()),
         ("is_heldout", pa.bool_()),
         ("token_ids", pa.list_(pa.int32())),
-        ("top_ids", pa.list_(pa.int32())),
-        ("top_log_probs", pa.list_(pa.float16())),
-        ("log_sums", pa.list_(pa.float32())),
+        ("rows", pa.binary()),
     ]
 )
 _KEYS = ["request_id", "tenant", "domain", "created", "is_heldout"]
@@ -179,31 +187,25 @@ def encode(records: Sequence[CapturedRequest]) -> bytes:
     columns["sampling"] = pa.array(
         [msgspec.json.encode(msgspec.to_builtins(r.sampling)).decode() for r in records]
     )
-    columns["num_top"] = pa.array([r.top_ids.shape[1] for r in records], pa.int32())
-    columns["token_ids"] = _lists([r.token_ids for r in records], np.int32)
-    columns["top_ids"] = _lists([r.top_ids for r in records], np.int32)
-    log_probs = [np.maximum(r.top_logits - r.log_sums[:, None], -60000) for r in records]
-    columns["top_log_probs"] = _lists(log_probs, np.float16)
-    columns["log_sums"] = _lists([r.log_sums for r in records], np.float32)
+    columns["num_top"] = pa.array([r.rows["ids_low"].shape[1] for r in records], pa.int32())
+    columns["token_ids"] = _lists([r.token_ids for r in records])
+    columns["rows"] = pa.array([r.rows.view(np.uint8).data for r in records], pa.binary())
     return _to_parquet(pa.table([columns[name] for name in _SCHEMA.names], schema=_SCHEMA))
 
 
-def _lists(arrays: Sequence[npt.NDArray[np.generic]], dtype: type[np.generic]) -> pa.Array:
+def _lists(arrays: Sequence[npt.NDArray[np.int32]]) -> pa.Array:
     offsets = np.cumsum([0, *(array.size for array in arrays)], dtype=np.int32)
-    flat = np.concatenate([array.reshape(-1) for array in arrays]).astype(dtype, copy=False)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(arrays)))
 
 
 def _to_parquet(table: pa.Table) -> bytes:
     buffer = io.BytesIO()
-    # Ids and logits have no order that a dictionary would find; but the upper bytes of ids, put side by side, are nearly
-    # all 0: 455 bytes a token at two thirds of the time that zstd takes for 414. Checksums tell a flipped bit from a true
-    # value.
+    # No dictionary would find an order. Rows as lists of numbers, three columns of them, take three times as long.
+    # Checksums tell a flipped bit from a true value.
     pq.write_table(
         table,
         buffer,
         compression="lz4",
-        column_encoding={"top_ids.list.element": "BYTE_STREAM_SPLIT"},
         use_dictionary=False,
         write_statistics=False,
         write_page_checksum=True,
@@ -235,14 +237,7 @@ def _decode(table: pa.Table, row: int) -> CapturedRequest:
     def scalar(name: str) -> object:
         return table.column(name)[row].as_py()
 
-    def array(name: str) -> npt.NDArray[np.generic]:
-        values: npt.NDArray[np.generic] = table.column(name)[row].values.to_numpy(zero_copy_only=False)
-        return values
-
     try:
-        num_top = int(scalar("num_top"))  # type: ignore[call-overload]
-        log_sums = array("log_sums").astype(np.float32, copy=False)
-        log_probs = array("top_log_probs").astype(np.float32).reshape(-1, num_top)
         record = CapturedRequest(
             **{
                 name: scalar(name)
@@ -256,10 +251,8 @@ def _decode(table: pa.Table, row: int) -> CapturedRequest:
                 )
             },  # type: ignore[arg-type]
             sampling=msgspec.convert(msgspec.json.decode(str(scalar("sampling"))), Sampling),
-            token_ids=array("token_ids").astype(np.int32, copy=False),
-            top_ids=array("top_ids").astype(np.int32, copy=False).reshape(-1, num_top),
-            top_logits=log_probs + log_sums[:, None],
-            log_sums=log_sums,
+            token_ids=table.column("token_ids")[row].values.to_numpy(zero_copy_only=False),
+            rows=unpack(scalar("rows"), int(scalar("num_top"))),  # type: ignore[call-overload, arg-type]
         )
         record.check()
     except (ValueError, TypeError, AttributeError, msgspec.MsgspecError) as error:

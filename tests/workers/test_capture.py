@@ -151,8 +151,9 @@ def error_of(record: CapturedRequest, model: PreTrainedModel) -> float:
     ]  # row i decides token num_prompt + i, behind the tokens before it
     assert len(rows) == record.num_rows
     own = rows.log_softmax(-1).numpy()
-    kept = record.top_logits - record.log_sums[:, None]
-    distance = np.abs(np.take_along_axis(own, record.top_ids.astype(np.int64), 1) - kept).max()
+    distance = np.abs(
+        np.take_along_axis(own, record.top_ids.astype(np.int64), 1) - record.top_log_probs
+    ).max()
     return float(max(distance, np.abs(rows.logsumexp(-1).numpy() - record.log_sums).max()))
 
 
@@ -215,7 +216,7 @@ def test_greedy_tokens_are_the_best_of_their_rows(
 
     assert record.top_ids[:, 0].tolist() == texts["greedy-0-0"]
     assert record.top_ids.shape == (LENGTH, 16)
-    assert (np.diff(record.top_logits, axis=1) <= 0).all()
+    assert (np.diff(record.top_log_probs, axis=1) <= 0).all()
 
 
 def test_a_stream_that_moved_here_has_rows_of_what_was_generated_here(
@@ -417,18 +418,12 @@ def cut(record: CapturedRequest) -> CapturedRequest | None:
     """An operator's hook: nothing of prompts with one token, no first output token of others."""
     if record.num_prompt == 1:
         return None
-    return dataclasses.replace(
-        record,
-        num_prompt=record.num_prompt + 1,
-        top_ids=record.top_ids[1:],
-        top_logits=record.top_logits[1:],
-        log_sums=record.log_sums[1:],
-    )
+    return dataclasses.replace(record, num_prompt=record.num_prompt + 1, rows=record.rows[1:])
 
 
 def broken(record: CapturedRequest) -> CapturedRequest:
     """Its arrays do not fit each other."""
-    return dataclasses.replace(record, log_sums=record.log_sums[1:])
+    return dataclasses.replace(record, rows=record.rows[1:])
 
 
 def test_redaction_is_the_last_word(

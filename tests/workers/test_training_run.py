@@ -264,12 +264,13 @@ def test_malformed_records_are_counted_and_left_out(
     import dataclasses
 
     good = captured(load(models / "target"), 12)
-    nan, twice, beyond = (np.array(good[0].top_logits), np.array(good[1].top_ids), np.array(good[2].top_ids))
-    nan[3, 2], twice[2, 1], beyond[0, 0] = np.nan, twice[2, 0], VOCAB
+    nan, twice, beyond = (record.rows.copy() for record in good[:3])
+    nan["log_probs"][3, 2], beyond["ids_low"][0, 0] = np.nan, VOCAB
+    twice["ids_low"][2, 1] = twice["ids_low"][2, 0]
     bad = [
-        dataclasses.replace(good[0], request_id="nan", top_logits=nan),
-        dataclasses.replace(good[1], request_id="twice", top_ids=twice),
-        dataclasses.replace(good[2], request_id="beyond", top_ids=beyond),
+        dataclasses.replace(good[0], request_id="nan", rows=nan),
+        dataclasses.replace(good[1], request_id="twice", rows=twice),
+        dataclasses.replace(good[2], request_id="beyond", rows=beyond),
     ]
     write_shards(tmp_path / "storage", [*good, *bad])
     end, _ = run(config, tmp_path)

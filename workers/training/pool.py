@@ -48,14 +48,14 @@ class Sample:
 def to_sample(record: CapturedRequest, shard: str, *, vocab: int, max_context: int) -> Sample | None:
     """A record as a sample; None if its numbers cannot be those of this target and draft."""
     num = min(record.num_rows, max_context - record.num_prompt)
-    log_probs = record.top_logits[:num] - record.log_sums[:num, None]
+    top_ids, log_probs = record.top_ids[:num], record.top_log_probs[:num]
     ids, temperature = record.token_ids[: record.num_prompt + num], record.sampling.temperature
-    if num < 1 or record.top_ids.shape[1] < 1:
+    if num < 1 or top_ids.shape[1] < 1:
         return None
-    for some in (ids, record.top_ids[:num]):
+    for some in (ids, top_ids):
         if some.min() < 0 or some.max() >= vocab:
             return None
-    ordered = np.sort(record.top_ids[:num], axis=-1)
+    ordered = np.sort(top_ids, axis=-1)
     # Above 0 by more than half precision's rounding no log-probability can be, nor a token twice in one row.
     if not np.isfinite(log_probs).all() or log_probs.max() > 0.1 or (ordered[:, 1:] == ordered[:, :-1]).any():
         return None
@@ -69,8 +69,8 @@ def to_sample(record: CapturedRequest, shard: str, *, vocab: int, max_context: i
         float(temperature),
         record.num_prompt,
         ids,
-        record.top_ids[:num],
-        log_probs.astype(np.float16),
+        top_ids,
+        log_probs.copy(),
     )
 
 

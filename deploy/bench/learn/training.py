@@ -10,6 +10,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from paceline.cluster.learning.capture import CapturedRequest
+from paceline.cluster.learning.captured_rows import pack
 from paceline.cluster.learning.config import TrainConfig
 from paceline.cluster.types import Request
 from paceline.workers.model_batch import BatchBuilder
@@ -29,7 +30,7 @@ def captured(
     """What a decode worker would have kept of an answer; one pass of the target over the text."""
     ids = np.asarray([*request.prompt_ids, *output], np.int32)
     logits = output_logits(target, ids, len(request.prompt_ids))
-    top, top_ids = logits.topk(TOP, -1)
+    top, top_ids = logits.log_softmax(-1).topk(TOP, -1)
     return CapturedRequest(
         request_id=request.id,
         tenant=request.tenant,
@@ -40,9 +41,7 @@ def captured(
         sampling=request.sampling,
         num_prompt=len(request.prompt_ids),
         token_ids=ids,
-        top_ids=top_ids.numpy().astype(np.int32),
-        top_logits=top.numpy(),
-        log_sums=logits.logsumexp(-1).numpy(),
+        rows=pack(top_ids.numpy().astype(np.int32), top.numpy(), logits.logsumexp(-1).numpy()),
         is_heldout=False,
         num_steps=len(output),
     )
