@@ -35,6 +35,8 @@ class Window:
     num_by_draft: int = 0
     """Tokens that a draft model proposed."""
     seconds: float = 0.0
+    ttft_s: float = 0.0
+    """Of all requests together."""
     versions: set[str] = field(default_factory=set)
     """Of the drafts that took part."""
 
@@ -45,6 +47,7 @@ class Window:
             self.num_steps + other.num_steps,
             self.num_by_draft + other.num_by_draft,
             self.seconds + other.seconds,
+            self.ttft_s + other.ttft_s,
             self.versions | other.versions,
         )
 
@@ -110,6 +113,7 @@ class Cluster:
         for request, raw in zip(requests, raws, strict=True):
             answer = clients.read(raw)
             window.num_tokens += answer.num_tokens
+            window.ttft_s += answer.ttft_s
             window.num_steps += answer.metrics["num_steps"]
             window.num_by_draft += answer.metrics["tokens_by_source"][_DRAFT]
             window.versions.add(str(answer.metrics["draft_version"]))
