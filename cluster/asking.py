@@ -3,7 +3,8 @@
 Asking costs before its outcome is known, so the decision is made from what asking brought lately. How good drafts are
 depends on the text more than on anything else, so each stream is judged by itself: it is tried for two steps when it
 is new, and again after 16, 32 ... 512 steps as long as asking does not pay for it. Two steps, since a source that was
-not asked has to catch up first and only then shows what it can do.
+not asked has to catch up first and only then shows what it can do. What streams have of a source in their first steps
+is believed of those that come: where it pays for most, a new one is asked for at once.
 
 Trials are paid from a budget: 2 % of the time that is served, and a tenth of what asking saves. Each is charged what
 it took, and so is asking that was expected to pay and did not. So asking in vain takes 2 % of the time at most,
@@ -46,6 +47,13 @@ _FURTHER_STREAM = 0.4
 """What each further stream adds to the time of one, until it is measured."""
 _DECAY = 0.85
 """Of a stream's figures in each step in which it was asked for."""
+_USUAL_COUNTS = 3.0
+"""Steps that what is usual counts for in a new stream's figures."""
+_FIRST_STEPS = 8
+"""Of each stream, which tell what is usual: later ones are those of streams that are worth asking for."""
+_USUAL_DECAY = 0.99
+_STAY = 16
+"""Steps that a stream is asked for once it has caught up, which pay for that."""
 _NET_SHARE = 0.05
 """Of the latest step in what asking saves: some steps lose time with a source that gains it."""
 
@@ -61,26 +69,37 @@ class WaitTime:
         self._num = 0.0
         self._seconds = 0.0
         self._slope = 0.0
+        self._seen = 0
+        """Usual steps that were observed."""
 
     @property
     def is_known(self) -> bool:
-        return self._num > 0
+        """A usual step was observed."""
+        return self._seen > 0
 
     def __call__(self, num: int) -> float:
         """Seconds for so many streams; 0 for none, and until something was measured."""
         return max(0.0, self._seconds + self._slope * (num - self._num)) if num else 0.0
 
-    def observe(self, num: int, seconds: float) -> None:
-        """Asking for `num` streams together took so long."""
-        if not self.is_known:
+    def observe(self, num: int, seconds: float, *, is_usual: bool = True) -> None:
+        """Asking for `num` streams together took so long.
+
+        `is_usual`: nobody had to catch up. What else it takes counts only until that is known, and then no more: a first
+        step that read whole prompts would be believed for dozens.
+        """
+        if not is_usual and self.is_known:
+            return
+        self._seen += is_usual
+        if self._seen <= 1:  # nothing usual before it
             self._num, self._seconds = float(num), seconds
             self._slope = _FURTHER_STREAM * seconds / (1 - _FURTHER_STREAM + _FURTHER_STREAM * num)
             return
+        weight = max(0.1, 1.0 / self._seen)
         further = num - self._num
         error = seconds - self(num)
         self._slope += 0.3 * error * further / (further**2 + 4)
-        self._num += 0.1 * further
-        self._seconds += 0.1 * (seconds - self._seconds)
+        self._num += weight * further
+        self._seconds += weight * (seconds - self._seconds)
         self._slope = min(max(0.0, self._slope), self._seconds / self._num)
 
 
@@ -104,6 +123,8 @@ class _Stream:
     """Step in which it was last asked for."""
     had_caught_up: bool = False
     """It was asked for in the step before as well."""
+    num_seen: int = 0
+    """Steps that told what the source brings it."""
 
     @property
     def gain(self) -> float:
@@ -125,12 +146,26 @@ class Worth:
         """What a step of asking where it should pay saves, on average."""
         self._streams: dict[str, _Stream] = {}
         self._step = 0
+        self._usual_tokens = self._usual_steps = 0.0
+        """Of streams in their first steps of asking, decayed."""
+        self._catch_up_s = 0.0
+        """What asking takes longer for a stream that was not asked for in the step before ..."""
+        self._num_late = 0
+        """... and from how many steps that is known."""
         self._num_plain = 1
         """Streams of the step that was decided last."""
 
     def is_trial(self, stream: str) -> bool:
         """Whether the stream's next step is one of a trial."""
         return stream in self._streams and self._streams[stream].trial > 0
+
+    def _stream(self, key: str) -> _Stream:
+        """Until it is known better, a new one is believed to be like others were at first."""
+        stream = self._streams.get(key)
+        if stream is None:
+            usual = self._usual_tokens / self._usual_steps if self._usual_steps else 0.0
+            stream = self._streams[key] = _Stream(_USUAL_COUNTS * usual, _USUAL_COUNTS if usual else 0.0)
+        return stream
 
     # -- before a step -----------------------------------------------------------------------------------
 
@@ -145,7 +180,7 @@ class Worth:
             num_others: streams of the same step that want no drafts; they wait for them all the same.
             is_gift: somebody wants to know what these streams' drafts are worth; their trials need no budget.
         """
-        known = [self._streams.setdefault(key, _Stream()) for key in streams]
+        known = [self._stream(key) for key in streams]
         self._step += 1
         self._num_plain = max(1, len(streams) + num_others)
         step_s = float(self._cost(self._num_plain))
@@ -153,7 +188,10 @@ class Worth:
         self._budget_s = min(most, self._budget_s + _SHARE_OF_TIME * step_s)
         # So deep in debt, what was expected to pay has not: the figures are wrong, until time has paid it back.
         is_believed = self._budget_s > -_LARGEST_BUDGET * step_s
-        worth = self._worth([stream.gain for stream in known], found, num_others) if is_believed else []
+        gains = [stream.gain for stream in known]
+        late_s = self._catch_up_s / _STAY
+        late = [0.0 if stream.asked_at == self._step - 1 else late_s for stream in known]
+        worth = self._worth(gains, found, late, num_others) if is_believed else []
         for index in worth:
             stream = known[index]
             stream.next_pause, stream.pause = _FIRST_PAUSE, 0
@@ -161,7 +199,7 @@ class Worth:
         for index, stream in enumerate(known):
             stream.is_worth, stream.is_gift = index in asked, is_gift
             stream.trial = max(0, stream.trial - 1)
-            if stream.is_worth or found[index] >= 1 + stream.gain and stream.trial == 0:
+            if stream.is_worth or found[index] >= 1 + gains[index] and stream.trial == 0:
                 continue  # nothing to find out, or no time to: enough is there without it
             if stream.trial > 0:
                 asked.add(index)
@@ -172,8 +210,8 @@ class Worth:
         left_s = self._budget_s - (len(asked) - len(worth)) * self._added_s(len(asked))
         waiting.sort(key=lambda index: known[index].tried_at)
         for index in waiting:
-            price_s = _TRIAL * self._added_s(len(asked) + 1)
-            if price_s > left_s and self._wait_s.is_known and not is_gift:
+            price_s = self._price_s(len(asked) + 1)
+            if not is_gift and (left_s <= 0 or price_s > left_s):
                 break
             left_s -= price_s
             self._begin_trial(known[index])
@@ -185,20 +223,29 @@ class Worth:
 
     def _begin_trial(self, stream: _Stream) -> None:
         stream.trial, stream.tried_at = _TRIAL, self._step
-        stream.tokens = stream.steps = 0.0  # what was known is old
+        if stream.steps > 1:  # what was known is old: it counts for one step
+            stream.tokens, stream.steps = stream.gain, 1.0
         stream.pause = 0 if self._is_free else stream.next_pause
         stream.next_pause = min(_LONGEST_PAUSE, stream.next_pause * 2)
+
+    def _price_s(self, num: int) -> float:
+        """Of a trial with so many streams asked for; nothing as long as only catching up was measured."""
+        return _TRIAL * self._added_s(num) + self._catch_up_s if self._wait_s.is_known else 0.0
 
     def _added_s(self, num: int) -> float:
         """What the last of `num` streams adds to asking."""
         return self._wait_s(num) - self._wait_s(num - 1)
 
-    def _worth(self, gains: Sequence[float], found: Sequence[float], num_others: int) -> list[int]:
+    def _worth(
+        self, gains: Sequence[float], found: Sequence[float], late: Sequence[float], num_others: int
+    ) -> list[int]:
         """The streams for which asking gives the best rate of all; none if that is not better than not asking.
 
         Streams in descending order of what asking adds; the rate of the first k of them is
 
-            (plain + sum found + sum added) / (T(plain + sum found + nodes) + wait(k)),   nodes = sum max(1, gain).
+            (plain + sum found + sum added) / (T(plain + sum found + nodes) + wait(k) + late),   nodes = sum max(1, gain);
+
+        late: [streams], seconds of a step for which each has to catch up.
         """
         gain, had = np.asarray(gains, np.float64), np.asarray(found, np.float64)
         added = gain - had
@@ -208,6 +255,7 @@ class Worth:
         plain = len(gain) + num_others + float(had.sum())
         nodes = np.cumsum(np.maximum(1.0, gain[order]))
         wait_s = np.asarray([self._wait_s(num) for num in range(1, len(order) + 1)])
+        wait_s += np.cumsum(np.asarray(late, np.float64)[order])
         rates = (plain + np.cumsum(added[order])) / (self._cost(plain + nodes) + wait_s)
         best = int(np.argmax(rates))
         if rates[best] <= _MARGIN * plain / float(self._cost(plain)):
@@ -222,13 +270,17 @@ class Worth:
 
         Nothing gained says nothing in the first step of asking: the source may still be catching up.
         """
-        streams = {key: self._streams.setdefault(key, _Stream()) for key in gained}
+        streams = {key: self._stream(key) for key in gained}
         for key, tokens in gained.items():
             stream = streams[key]
             if not tokens and not stream.had_caught_up:
                 continue
             stream.tokens = _DECAY * stream.tokens + tokens
             stream.steps = _DECAY * stream.steps + 1
+            stream.num_seen += stream.had_caught_up
+            if stream.had_caught_up and stream.num_seen <= _FIRST_STEPS:
+                self._usual_tokens = _USUAL_DECAY * self._usual_tokens + tokens
+                self._usual_steps = _USUAL_DECAY * self._usual_steps + 1
         if not gained:  # all who were asked for have ended
             self._budget_s -= wait_s
             return
@@ -242,8 +294,15 @@ class Worth:
             net_s = token_s * sum(paying) - share_s * len(paying)
             self._net_s += _NET_SHARE * (net_s - self._net_s)
             self._budget_s += _SHARE_OF_SAVINGS * self._net_s if self._net_s > 0 else self._net_s
-        if not self._wait_s.is_known or all(stream.had_caught_up for stream in streams.values()):
-            self._wait_s.observe(len(gained), wait_s)
+        self._learn_wait(wait_s, len(gained), sum(not stream.had_caught_up for stream in streams.values()))
+
+    def _learn_wait(self, wait_s: float, num: int, num_late: int) -> None:
+        """A step in which `num` streams were asked for, `num_late` of which had to catch up."""
+        if num_late and self._wait_s.is_known:
+            late_s = max(0.0, wait_s - self._wait_s(num)) / num_late
+            self._num_late += 1
+            self._catch_up_s += max(0.1, 1.0 / self._num_late) * (late_s - self._catch_up_s)
+        self._wait_s.observe(num, wait_s, is_usual=not num_late)
 
     def close(self, stream: str) -> None:
         """The stream ended."""

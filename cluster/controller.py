@@ -139,11 +139,11 @@ class Controller:
         worth = self._worth(name, is_free)
         return worth.ask_for(streams, found or [0.0] * len(streams), num_others, is_gift=is_gift)
 
-    def asked(self, name: str, wait_s: float, gained: Mapping[str, float]) -> None:
+    def asked(self, name: str, wait_s: float, gained: Mapping[str, float], *, is_free: bool = False) -> None:
         """What asking `name` in a step cost, and what each stream had of it; see `Worth.asked`."""
-        self._worth(name).asked(wait_s, gained)
+        self._worth(name, is_free).asked(wait_s, gained)
 
-    def _worth(self, name: str, is_free: bool = False) -> Worth:
+    def _worth(self, name: str, is_free: bool) -> Worth:
         if name not in self._worths:
             self._worths[name] = Worth(self.cost, is_free=is_free)
         return self._worths[name]

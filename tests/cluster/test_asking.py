@@ -174,7 +174,7 @@ def test_asking_that_was_expected_to_pay_and_does_not_is_bounded_as_well(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Figures that say it is cheap, and it is not: once 160 steps are lost, then 2 % of the time, no more."""
-    monkeypatch.setattr(WaitTime, "observe", lambda self, num, seconds: None)
+    monkeypatch.setattr(WaitTime, "observe", lambda self, num, seconds, is_usual: None)
     cost = StepCost([1, 64], [1.0, 1.2])
     worth = Worth(cost)
     streams = [str(i) for i in range(8)]
@@ -208,7 +208,7 @@ def test_trials_that_somebody_else_pays_for_need_no_budget_and_take_none() -> No
     worth = Worth(FLAT)
     assert worth.ask_for(["first"], [0.0]) == [0]
     worth.asked(5.0, {"first": 0.0})
-    worth._budget_s = 0.0
+    worth._budget_s = -0.1
     assert worth.ask_for(["new"], [0.0]) == []
     for step in range(20):
         assert worth.ask_for([f"heard{step}"], [0.0], is_gift=True) == [0]
@@ -222,3 +222,53 @@ def test_a_stream_that_was_heard_goes_on_if_it_pays() -> None:
     for _ in range(20):
         assert worth.ask_for(["good"], [0.0], is_gift=True) == [0]
         worth.asked(0.1, {"good": 3.0})
+
+
+def test_catching_up_is_not_taken_for_what_asking_costs() -> None:
+    """A first step reads whole prompts: what the second takes is believed at once, not after dozens of steps."""
+    worth = Worth(FLAT)
+    for wait_s in (10.0, 0.2):
+        assert worth.ask_for(["one"], [0.0]) == [0]
+        worth.asked(wait_s, {"one": 4.0})
+
+    assert worth._wait_s(1) == pytest.approx(0.2)
+    assert run(worth, {"one": 4.0}, 20, wait_s=0.2) == {"one": 20}
+
+
+def test_one_that_only_ever_catches_up_is_bounded_as_well() -> None:
+    """Streams of a step each: none shows what a source can do, and all of them together take their share of time."""
+    worth, spent_s = Worth(FLAT), 0.0
+    for step in range(5000):
+        if worth.ask_for([f"short{step}"], [0.0]):
+            worth.asked(10.0, {f"short{step}": 0.0})
+            spent_s += 10.0
+        worth.close(f"short{step}")
+
+    assert 10.0 < spent_s <= 0.02 * 5000 + 2 * 16
+
+
+def test_a_new_stream_is_believed_to_be_like_others() -> None:
+    """Asked for at once where the source pays for most, even with nothing left for trials; not where it never did."""
+    for gain, asked in ((4.0, [0]), (0.0, [])):
+        worth = Worth(FLAT)
+        for number in range(4):
+            run(worth, {f"old{number}": gain}, 8, wait_s=0.2)
+        worth._budget_s = -0.1
+        assert worth.ask_for(["new"], [0.0]) == asked
+
+
+def test_catching_up_has_to_pay_too() -> None:
+    """What pays step by step does not yet pay for reading a prompt before."""
+    worth = Worth(FLAT)
+    for number in range(20):
+        for wait_s in (8.0, 0.2, 0.2, 0.2):
+            key = f"old{number}"
+            if worth.ask_for([key], [0.0]):
+                worth.asked(wait_s, {key: 0.5})
+        worth.close(key)
+    worth._budget_s = -0.1
+
+    assert worth._catch_up_s > 5
+    assert worth.ask_for(["new"], [0.0]) == []
+    worth._catch_up_s = 0.0
+    assert worth.ask_for(["newer"], [0.0]) == [0]

@@ -329,9 +329,9 @@ class Bill(Controller):
         super().__init__(cost)
         self.charged: list[tuple[str, float]] = []
 
-    def asked(self, name: str, wait_s: float, gained: Mapping[str, float]) -> None:
+    def asked(self, name: str, wait_s: float, gained: Mapping[str, float], *, is_free: bool = False) -> None:
         self.charged.append((name, wait_s))
-        super().asked(name, wait_s, gained)
+        super().asked(name, wait_s, gained, is_free=is_free)
 
 
 @pytest.mark.parametrize("is_free", [True, False])
@@ -349,6 +349,8 @@ def test_a_source_that_is_asked_alone_pays_for_all_that_its_drafts_cause(
     Engine(runner, token_budget=256, max_streams=8, drafter=fused).run([request])
 
     assert bill.charged and set(bill.charged[:-1]) == {("draft", 3.0)}
+    # Also where it was asked in a step before anybody decided to: a new engine asks everybody once.
+    assert bill._worths["draft"]._is_free == is_free
 
 
 def test_figures_of_a_run_add_up_by_source(model_folder: Callable[[str], Path]) -> None:

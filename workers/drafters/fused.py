@@ -282,7 +282,7 @@ class FusedDrafter(Drafter):
                     self._trust[name].learn(_chances(tree), covered)
         self._spend_on_all(self._clock() - began)
         for name, spent in self._spent.items():
-            controller.asked(name, spent, gained[name])
+            controller.asked(name, spent, gained[name], is_free=name in self._trust)
         self._spent = {}
 
 
