@@ -481,6 +481,18 @@ def generate(target: ModelRunner, requests: Sequence[Request], streams: int) -> 
     return [Text(request, tuple(outputs[request.id])) for request in requests]
 
 
+def part_of(text: str) -> tuple[int, int]:
+    """I/N as numbers.
+
+    Raises:
+        argparse.ArgumentTypeError: there is no such part.
+    """
+    part, slash, parts = text.partition("/")
+    if not slash or not part.isdecimal() or not parts.isdecimal() or not 1 <= int(part) <= int(parts):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected I/N with 1 <= I <= N, as 1/2")
+    return int(part), int(parts)
+
+
 def main() -> None:
     """Run it, or what is left of it."""
     parser = argparse.ArgumentParser(
@@ -488,13 +500,15 @@ def main() -> None:
     )
     parser.add_argument("--work", type=Path, required=True, help="folder for texts, drafts and results")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--share", default="1/1", help="I/N: the I-th of N parts of the trials")
+    parser.add_argument(
+        "--share", type=part_of, default=(1, 1), help="I/N: the I-th of N parts of the trials"
+    )
     for name in Size.__slots__:
         parser.add_argument(f"--{name}", type=int, default=getattr(Size(), name))
     given = vars(parser.parse_args())
     torch.set_num_threads(given.pop("threads"))
-    work, (part, num_parts) = given.pop("work"), map(int, given.pop("share").split("/"))
-    curve = GateBench(work, Size(**given), lambda line: print(line, flush=True), (part, num_parts)).run()
+    work, part = given.pop("work"), given.pop("share")
+    curve = GateBench(work, Size(**given), lambda line: print(line, flush=True), part).run()
     print("\n".join(curve.lines()))
     print(json.dumps({"bench": "learn.gate", "figures": curve.figures()}))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,7 @@ from paceline.cluster.learning.counterfactual import Policy, Scores
 from paceline.cluster.learning.gate import Interval, decide
 from paceline.cluster.types import Request, Sampling
 from paceline.deploy.bench.learn.candidates import Workshop
-from paceline.deploy.bench.learn.gate import Curve, Size, Trial, request_of
+from paceline.deploy.bench.learn.gate import Curve, Size, Trial, part_of, request_of
 from paceline.deploy.bench.learn.training import captured
 from paceline.workers.model_runner import load_runner
 from paceline.workers.replay import Text
@@ -142,3 +143,10 @@ def test_a_trial_survives_its_line() -> None:
 
     assert Trial.decode(one.encode()) == one
     assert msgspec.json.decode(one.encode())["kind"] == "better"
+
+
+def test_a_share_is_one_of_its_parts() -> None:
+    assert part_of("2/3") == (2, 3)
+    for wrong in ("0/2", "3/2", "1", "/", "-1/2", "a/b"):
+        with pytest.raises(argparse.ArgumentTypeError, match="1 <= I <= N"):
+            part_of(wrong)
