@@ -192,7 +192,10 @@ def _replay(task: _Task, found: Found) -> None:
     report = bench.run(found.shift, found.shift.learnt, steps=20 if task.quick else 240, seed=task.seed)
     found.figures |= report.figures()
     if not report.is_trusted:
-        found.notes["replay"] = {"not reported, replay is too far from the live arm": report.ratios()}
+        found.notes["replay"] = {
+            "not reported, replay is too far from the live arms": report.ratios(),
+            "errors of steps and time": report.errors,
+        }
 
 
 def _gate(task: _Task, found: Found) -> None:
