@@ -52,6 +52,7 @@ _USUAL_COUNTS = 3.0
 _FIRST_STEPS = 8
 """Of each stream, which tell what is usual: later ones are those of streams that are worth asking for."""
 _USUAL_DECAY = 0.99
+_FEW = 4
 _STAY = 16
 """Steps that a stream is asked for once it has caught up, which pay for that."""
 _NET_SHARE = 0.05
@@ -247,21 +248,34 @@ class Worth:
 
         late: [streams], seconds of a step for which each has to catch up.
         """
-        gain, had = np.asarray(gains, np.float64), np.asarray(found, np.float64)
-        added = gain - had
-        order = np.argsort(-added, kind="stable")[: int((added > 0).sum())]
-        if len(order) == 0:
+        added = [
+            (gain - had, index)
+            for index, (gain, had) in enumerate(zip(gains, found, strict=True))
+            if gain > had
+        ]
+        if not added:
             return []
-        plain = len(gain) + num_others + float(had.sum())
-        nodes = np.cumsum(np.maximum(1.0, gain[order]))
-        wait_s = np.asarray([self._wait_s(num) for num in range(1, len(order) + 1)])
-        wait_s += np.cumsum(np.asarray(late, np.float64)[order])
-        rates = (plain + np.cumsum(added[order])) / (self._cost(plain + nodes) + wait_s)
-        best = int(np.argmax(rates))
+        added.sort(key=lambda one: -one[0])  # the earlier stream first among equals
+        plain = len(gains) + num_others + sum(found)
+        tokens, rows, late_s = plain, plain, 0.0
+        firsts: list[tuple[float, float, float]] = []
+        """Of the first k streams: tokens, rows, seconds beside the forward."""
+        for num, (more, index) in enumerate(added, 1):
+            tokens, rows, late_s = tokens + more, rows + max(1.0, gains[index]), late_s + late[index]
+            firsts.append((tokens, rows, self._wait_s(num) + late_s))
+        forward_s = self._forwards_s([rows for _, rows, _ in firsts])
+        rates = [tokens / (cost + more) for (tokens, _, more), cost in zip(firsts, forward_s, strict=True)]
+        best = max(range(len(rates)), key=rates.__getitem__)
         if rates[best] <= _MARGIN * plain / float(self._cost(plain)):
             return []
-        chosen: list[int] = order[: best + 1].tolist()
-        return chosen
+        return [index for _, index in added[: best + 1]]
+
+    def _forwards_s(self, rows: Sequence[float]) -> list[float]:
+        """A few numbers at a time are looked up one by one: a pass of numpy takes as long as five of them."""
+        if len(rows) > _FEW:
+            found: list[float] = np.asarray(self._cost(np.asarray(rows))).tolist()
+            return found
+        return [float(self._cost(num)) for num in rows]
 
     # -- after it ----------------------------------------------------------------------------------------
 

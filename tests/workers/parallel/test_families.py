@@ -16,7 +16,7 @@ from paceline.cluster.metrics import Metrics
 from paceline.cluster.scheduler import Stream
 from paceline.cluster.speculation import Tree
 from paceline.cluster.types import SOURCE_DRAFT, Logprobs, Request, Sampling
-from paceline.workers.capture import Recorder, _Rows
+from paceline.workers.capture import Recorder, _Taken
 from paceline.workers.drafters.base import Drafter
 from paceline.workers.engine import Engine
 from paceline.workers.model_batch import BatchBuilder
@@ -201,7 +201,7 @@ def test_what_is_captured_is_what_one_rank_captures(make_runner: Plain, make_par
         recorder = Recorder(CaptureConfig(), writer, target_version="1", vocab_size=VOCAB, metrics=Metrics())
         engine = Engine(runner, token_budget=32, max_streams=4, drafter=Branches(texts), capture=recorder)
         assert engine.run(kept) == texts
-        steps = [job for job in recorder._jobs if isinstance(job, _Rows)]
+        steps = [job for job in recorder._jobs if isinstance(job, _Taken)]
         kept_rows.append(
             [
                 np.concatenate([getattr(job, name) for job in steps])
