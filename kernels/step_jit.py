@@ -40,6 +40,7 @@ TILE = 16
 """Rows of a block, at most, of vectors and of tiles."""
 _STEPS = 127 << 14
 """From zero to the largest of a row of three int8."""
+_HAS_WIDE_REGISTERS = v.HAS_WIDE_REGISTERS
 _looped = partial(compiled, uses=(v,))
 _JIT: Any = {"jit_options": {"nogil": True, "fastmath": set(FLAGS), "error_model": "numpy"}}
 
@@ -85,8 +86,12 @@ def _multiply_either(x, scales, first, num, w, w_at, num_in, out, products):
                 v.vectors(1, 1, x, at, stride, w, w_at, num_in, products)
             elif num == 2:
                 v.vectors(2, 1, x, at, stride, w, w_at, num_in, products)
-            elif num <= 4:
+            elif num == 3:
+                v.vectors(3, 1, x, at, stride, w, w_at, num_in, products)
+            elif num == 4:
                 v.vectors(4, 1, x, at, stride, w, w_at, num_in, products)
+            elif num <= 6:
+                v.vectors(6, 1, x, at, stride, w, w_at, num_in, products)
             elif first == 0:
                 v.vectors(8, 1, x, at, stride, w, w_at, num_in, products)
             else:
@@ -502,7 +507,7 @@ def _attend(queries, row, g, layer, num, slots, pool, scaling, scores, sums, out
     while h < group:
         rows, d = 4 if group - h >= 4 else 1, 0
         while d < dim:
-            blocks = 4 if dim - d >= 64 else 1
+            blocks = 4 if _HAS_WIDE_REGISTERS and dim - d >= 64 else 1
             at, to = h * most, (g * group + h) * dim
             if rows == 4 and blocks == 4:
                 v.weighted(4, 4, scores, at, sums, h, pool, values, slots, num, dim, d, out, seat, to)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -20,6 +20,9 @@ PAIR = 32
 _KEYS_OF_A_SUM = 64
 _AHEAD = 8192
 """Bytes between the weights that are used and those that are asked for."""
+
+HAS_WIDE_REGISTERS = bool(binding.get_host_cpu_features().get("avx512f"))
+"""32 vectors of 16 numbers, not 16 of 8. It changes the order in which sums are worked at, never a sum."""
 
 _I8, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _V8, _V32, _VF = ir.VectorType(_I8, 64), ir.VectorType(_I32, 16), ir.VectorType(_F32, 16)
@@ -121,43 +124,69 @@ def vectors(typingctx, rows, is_first, x, x_at, x_stride, w, w_at, num_in, out):
 
     `is_first`, a literal 1 or 0: of the blocks of rows that take these panels; it asks for the next ones.
     """
-    num_rows, asks, inputs = rows.literal_value, bool(is_first.literal_value), _INPUTS[w.dtype]
+    num_rows, asks = rows.literal_value, bool(is_first.literal_value)
 
     def build(context, builder, signature, arguments):
         _, _, x_type, _, _, w_type, _, _, out_type = signature.args
         _, _, x, x_at, stride, w, w_at, count, out = arguments
-        sums = [[cgutils.alloca_once(builder, _VF) for _ in range(2)] for _ in range(num_rows)]
-        for row in sums:
-            for place in row:
-                builder.store(ir.Constant(_VF, [0.0] * 16), place)
         starts = [
             _at(context, builder, x_type, x, builder.add(x_at, builder.mul(stride, _I64(r))))
             for r in range(num_rows)
         ]
+        targets = [_at(context, builder, out_type, out, _I64(PAIR * r)) for r in range(num_rows)]
         panels = _at(context, builder, w_type, w, w_at)
-        with cgutils.for_range_slice(builder, _I64(0), count, _I64(inputs), _I64) as (k, _):
-            here = builder.gep(panels, [builder.mul(k, _I64(PAIR))])
-            if asks:
-                _prefetch(builder, here, 128)
-            weights = [
-                _widened(builder, w_type.dtype, builder.gep(here, [_I64(16 * inputs * panel)]))
-                for panel in range(2)
-            ]
-            for r in range(num_rows):
-                for i in range(inputs):
-                    factor = _splat(builder, builder.load(builder.gep(starts[r], [builder.add(k, _I64(i))])))
-                    for panel in range(2):
-                        place = sums[r][panel]
-                        builder.store(_fma(builder, factor, weights[panel][i], builder.load(place)), place)
-        for r in range(num_rows):
-            for panel in range(2):
-                target = _at(context, builder, out_type, out, _I64(PAIR * r + 16 * panel))
-                builder.store(
-                    builder.load(sums[r][panel]), builder.bitcast(target, _VF.as_pointer()), align=4
-                )
+        for number, (some_rows, some_panels) in enumerate(_blocks(num_rows)):
+            _block_of_products(
+                builder,
+                w_type.dtype,
+                panels,
+                count,
+                [(starts[r], targets[r]) for r in some_rows],
+                some_panels,
+                asks and number == 0,
+            )
         return context.get_dummy_value()
 
     return types.void(rows, is_first, x, types.int64, types.int64, w, types.int64, types.int64, out), build
+
+
+def _blocks(num_rows: int) -> list[tuple[range, range]]:
+    """Rows and panels whose sums fit into the registers together: 32 of 16 numbers, or 16 of 8."""
+    if HAS_WIDE_REGISTERS or num_rows <= 2:
+        return [(range(num_rows), range(2))]
+    most = 6 if num_rows == 6 else 4
+    return [
+        (range(r, min(r + most, num_rows)), range(panel, panel + 1))
+        for panel in range(2)
+        for r in range(0, num_rows, most)
+    ]
+
+
+def _block_of_products(
+    builder: Any, kind: Any, weights: Any, count: Any, rows: list[tuple[Any, Any]], panels: range, asks: bool
+) -> None:
+    """Inputs and outputs of rows -> their products with these panels of a pair."""
+    inputs = _INPUTS[kind]
+    places = [(r, panel) for r in range(len(rows)) for panel in panels]
+    sums = {place: cgutils.alloca_once(builder, _VF) for place in places}
+    for place in places:
+        builder.store(ir.Constant(_VF, [0.0] * 16), sums[place])
+    with cgutils.for_range_slice(builder, _I64(0), count, _I64(inputs), _I64) as (k, _):
+        here = builder.gep(weights, [builder.mul(k, _I64(PAIR))])
+        if asks:
+            _prefetch(builder, here, 128)
+        found = {
+            panel: _widened(builder, kind, builder.gep(here, [_I64(16 * inputs * panel)])) for panel in panels
+        }
+        for r, (start, _) in enumerate(rows):
+            for i in range(inputs):
+                factor = _splat(builder, builder.load(builder.gep(start, [builder.add(k, _I64(i))])))
+                for panel in panels:
+                    place = sums[r, panel]
+                    builder.store(_fma(builder, factor, found[panel][i], builder.load(place)), place)
+    for r, panel in places:
+        target = builder.gep(rows[r][1], [_I64(16 * panel)])
+        builder.store(builder.load(sums[r, panel]), builder.bitcast(target, _VF.as_pointer()), align=4)
 
 
 def _tile_at(builder: Any, number: int, pointer: Any, stride: Any, name: str = "tileloadd64") -> None:
@@ -261,18 +290,23 @@ def scores_of(typingctx, q, q_at, keys, base, slots, at, dim, out, out_at):
         q, q_at, keys, base, slots, at, dim, out, out_at = arguments
         query = _at(context, builder, q_type, q, q_at)
         zero = ir.Constant(_VF, [0.0] * 16)
-        sums = [cgutils.alloca_once(builder, _VF) for _ in range(16)]
-        rows = []
-        for i, place in enumerate(sums):
-            builder.store(zero, place)
-            slot = builder.load(_at(context, builder, slots_type, slots, builder.add(at, _I64(i))))
-            rows.append(_at(context, builder, k_type, keys, builder.add(base, builder.mul(slot, dim))))
-        with cgutils.for_range_slice(builder, _I64(0), dim, _I64(16), _I64) as (d, _):
-            part = _vector(builder, builder.gep(query, [d]))
-            for row, place in zip(rows, sums, strict=True):
-                key = _vector(builder, builder.gep(row, [d]))
-                builder.store(_fma(builder, part, key, builder.load(place)), place)
-        left = [builder.load(place) for place in sums]
+        left = []
+        together = 16 if HAS_WIDE_REGISTERS else 4
+        for first in range(0, 16, together):
+            sums = [cgutils.alloca_once(builder, _VF) for _ in range(together)]
+            rows = []
+            for i, place in enumerate(sums):
+                builder.store(zero, place)
+                slot = builder.load(
+                    _at(context, builder, slots_type, slots, builder.add(at, _I64(first + i)))
+                )
+                rows.append(_at(context, builder, k_type, keys, builder.add(base, builder.mul(slot, dim))))
+            with cgutils.for_range_slice(builder, _I64(0), dim, _I64(16), _I64) as (d, _):
+                part = _vector(builder, builder.gep(query, [d]))
+                for row, place in zip(rows, sums, strict=True):
+                    key = _vector(builder, builder.gep(row, [d]))
+                    builder.store(_fma(builder, part, key, builder.load(place)), place)
+            left += [builder.load(place) for place in sums]
         step = 8
         while step:
             near = [lane if not lane & step else lane + 16 for lane in range(16)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -37,6 +38,10 @@ def multiply(x, w, num_in, out):
             v.vectors(1, 1, x, first * x.shape[1], x.shape[1], w, 0, num_in, out[first : first + 1])
         elif num == 2:
             v.vectors(2, 1, x, first * x.shape[1], x.shape[1], w, 0, num_in, out[first : first + 2])
+        elif num == 3:
+            v.vectors(3, 1, x, first * x.shape[1], x.shape[1], w, 0, num_in, out[first : first + 3])
+        elif num <= 6:
+            v.vectors(6, 1, x, first * x.shape[1], x.shape[1], w, 0, num_in, out[first : first + 6])
         else:
             v.vectors(8, 1, x, first * x.shape[1], x.shape[1], w, 0, num_in, out[first : first + 8])
 
@@ -97,7 +102,7 @@ def test_softmax_with_nan_is_nan() -> None:
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
 def test_products_round_once_in_a_fixed_order(kind: str) -> None:
-    """The same bits for one row, two or eight, and those of multiply-adds over the inputs in their order."""
+    """The same bits for one row, a few or eight, and those of multiply-adds over the inputs in their order."""
     num_in = 64
     weight = torch.randn(32, num_in)
     together = {"float32": 1, "bfloat16": 2, "int8": 4}[kind]
@@ -120,7 +125,31 @@ def test_products_round_once_in_a_fixed_order(kind: str) -> None:
 
     assert np.abs(out - total).max() <= 1e-6 * np.abs(total).max()
     assert (out == total).mean() > 0.99
-    for num in (1, 2):
+    for num in (1, 2, 3, 6):
         few = np.empty((num, 32), np.float32)
         multiply(x[:num].contiguous().numpy(), array, num_in, few)
         assert np.array_equal(few, out[:num])
+
+
+def test_how_many_registers_there_are_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products and scores, worked at in blocks for 32 vectors of 16 numbers or for 16 of 8."""
+    rng = np.random.default_rng(5)
+    x, w = rng.normal(size=(8, 48)).astype(np.float32), rng.normal(size=48 * 32).astype(np.float32)
+    keys, slots = rng.normal(size=(40, 48)).astype(np.float32), rng.integers(0, 40, 16)
+    found = []
+    for is_wide in (False, True):
+        monkeypatch.setattr(v, "HAS_WIDE_REGISTERS", is_wide)
+
+        @numba.njit
+        def both(x, w, keys, slots, products, few, scores):
+            v.vectors(8, 1, x, 0, x.shape[1], w, 0, x.shape[1], products)
+            v.vectors(3, 1, x, 0, x.shape[1], w, 0, x.shape[1], few)
+            v.scores_of(x, 0, keys, 0, slots, 0, x.shape[1], scores, 0)
+
+        outs = [np.empty(shape, np.float32) for shape in ((8, 32), (3, 32), 16)]
+        both(x, w, keys, slots, *outs)
+        found.append(outs)
+
+    for one, other in zip(*found, strict=True):
+        assert np.array_equal(one, other)
+    assert np.allclose(found[0][0], x @ w.reshape(48, 2, 16).reshape(48, 32), atol=1e-4)
