@@ -486,6 +486,16 @@ def maxima(typingctx, x, at, num, out, out_at):
     return types.void(x, types.int64, types.int64, out, types.int64), build
 
 
+def _store_marked(builder: Any, mask: Any, num: Any, first: Any, pointer: Any) -> None:
+    """pointer[0], [1] and so on = first + each place of the mask's `num` bits that are set."""
+    left = cgutils.alloca_once_value(builder, builder.zext(mask, _I32))
+    with cgutils.for_range(builder, num, intp=_I64) as loop:
+        bits = builder.load(left)
+        lane = builder.cttz(bits, ir.Constant(ir.IntType(1), 1))
+        builder.store(builder.add(first, lane), builder.gep(pointer, [loop.index]))
+        builder.store(builder.and_(bits, builder.sub(bits, _I32(1))), left)
+
+
 @intrinsic
 def keep(typingctx, x, num, least, places):
     """Places of what is `least` or more in the first `num` vectors of x, in order; how many there are."""
@@ -502,10 +512,16 @@ def keep(typingctx, x, num, least, places):
             here = builder.add(lanes, _splat(builder, builder.trunc(at, _I32), _V32))
             so_far = builder.load(count)
             pointer = _at(context, builder, signature.args[3], places, so_far)
-            form = ir.FunctionType(ir.VoidType(), [_V32, pointer.type, bits])
-            store = cgutils.get_or_insert_function(builder.module, form, "llvm.masked.compressstore.v16i32")
-            builder.call(store, [here, pointer, wanted])
-            num_here = builder.ctpop(builder.bitcast(wanted, ir.IntType(16)))
+            mask = builder.bitcast(wanted, ir.IntType(16))
+            num_here = builder.ctpop(mask)
+            if HAS_WIDE_REGISTERS:
+                form = ir.FunctionType(ir.VoidType(), [_V32, pointer.type, bits])
+                store = cgutils.get_or_insert_function(
+                    builder.module, form, "llvm.masked.compressstore.v16i32"
+                )
+                builder.call(store, [here, pointer, wanted])
+            else:  # would become a branch for each lane, and most vectors have nothing to keep
+                _store_marked(builder, mask, builder.zext(num_here, _I64), builder.trunc(at, _I32), pointer)
             builder.store(builder.add(so_far, builder.zext(num_here, _I64)), count)
         return builder.load(count)
 
