@@ -41,7 +41,9 @@ def tree_attention(
             scores = torch.tanh(scores / softcap) * softcap
         weights = scores.softmax(-1)
         if sinks_H is not None:
+            # e^s / (sum e^s + e^sink) = softmax(s) * sigmoid(log sum e^s - sink): one key more in the softmax itself
+            # would shift the order of its sum, and with it the bits even of a sink that weighs nothing.
             sinks = sinks_H.float().view(num_kv, -1, 1)
-            weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+            weights = weights * torch.sigmoid(scores.logsumexp(-1, keepdim=True) - sinks)
         out[row] = torch.einsum("ghc,gcd->ghd", weights, v_GCD).reshape(num_heads, -1)
     return out
