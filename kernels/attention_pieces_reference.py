@@ -35,8 +35,9 @@ def attend(
     num_pieces = int(pieces.program_start[-1])  # what lies behind them may be of an earlier step
     arrays = (pieces.piece_tile, pieces.piece_start, pieces.piece_stop, pieces.piece_entry)
     for tile, start, stop, entry in zip(*(array[:num_pieces].tolist() for array in arrays), strict=True):
-        rows = pieces.tile_rows[tile]
-        rows = rows[rows >= 0].long()
+        # A tile is always as many rows, as in the kernel: products may round otherwise where there are fewer.
+        is_row = pieces.tile_rows[tile] >= 0
+        rows = pieces.tile_rows[tile].clamp(min=0).long()
         keys = torch.arange(start, stop)
         table = pieces.tables[int(pieces.tile_segment[tile])].long()
         slots = table[keys // block_size] * block_size + keys % block_size
@@ -49,6 +50,7 @@ def attend(
         logs_RH = scores.logsumexp(-1)
         weights = (scores - logs_RH[..., None]).exp().nan_to_num(0.0).view(len(rows), num_kv, -1, len(keys))
         result = torch.einsum("rghc,gcd->rghd", weights, v_pool_GSD[:, slots].float()).flatten(1, 2)
+        rows, result, logs_RH = rows[is_row], result[is_row], logs_RH[is_row]
         if entry >= 0:
             partial[entry : entry + len(rows)], lse[entry : entry + len(rows)] = result, logs_RH
         else:
