@@ -19,8 +19,9 @@ SHAPES = [
     (1, 1, (0, 1), 1, 1, torch.float32),  # 8: less than a block
     (2, 3, (1, 2), 3, 6, torch.bfloat16),  # 288: five blocks, the last one short
     (2, 2, (0, 2), 4, 8, torch.float32),  # 1,024: one whole chunk, the root itself
+    (1, 2, (0, 2), 21, 8, torch.float32),  # 2,688: two whole chunks and a short one, odd at the first level
     # 39,040: 39 chunks, a short one, odd ones at several levels, two programs
-    (5, 2, (0, 2), 61, 8, torch.float32),
+    pytest.param((5, 2, (0, 2), 61, 8, torch.float32), marks=pytest.mark.slow),
 ]
 SMALL = SHAPES[1]
 
