@@ -17,9 +17,9 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 ARGS ?=
 
 BIN := $(VENV)/bin
-# Wheels only, so that nothing is ever compiled here; nor Python, but for what is imported and when it is: bytecode of
-# all packages takes twice as long as installing them.
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --only-binary=:all: --no-compile
+# Wheels only, so that nothing is ever compiled here. Bytecode is: a dozen processes that start together would each make
+# their own, and the first start would take twice as long.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --only-binary=:all:
 PACKAGES := cluster workers kernels deploy
 
 .PHONY: help serve stop dev install check test test-all test-gpu types bench peers clients deploy-files docs crd-server models dashboard clean

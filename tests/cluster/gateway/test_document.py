@@ -87,7 +87,7 @@ def run_cases(cases: Any, statuses: Counter[int], num: int) -> None:
 
 @pytest.mark.parametrize(
     "num_requests",
-    [pytest.param(150), pytest.param(5000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
+    [pytest.param(160), pytest.param(5000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
 )
 def test_made_up_requests_are_answered_as_the_document_says(tokenizer: Tokenizer, num_requests: int) -> None:
     """No server error; status, headers, content type and body as described; what the document forbids is refused."""
